@@ -1,0 +1,103 @@
+"""What every mixer accepts: checked, brought to one layout and cleared at padding."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmix.arrays import GATE_DTYPES, INPUT_DTYPES, Array, Dtype, check_array, compute_dtype, fail, is_concrete
+from jaxmix.mixers.segments import Segments, check_segment_ids, find_segments, where_valid
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static sizes of one call: batch, tokens, query heads, shared heads G, key size, value size."""
+
+    batch: int
+    length: int
+    heads: int
+    groups: int
+    key_size: int
+    value_size: int
+    dtype: Dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Inputs in the layout that the recurrences use, in the compute dtype.
+
+    q [B, T, G, R, D], k [B, T, G, D], v [B, T, G, E], log_decay [B, T, G] or None. Where every query head has its
+    own decay, keys and values are repeated so that G = H and R = 1.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    log_decay: Array | None
+    segments: Segments | None
+
+
+def check_inputs(q: Any, k: Any, v: Any, log_decay: Any, segment_ids: Any) -> Sizes:
+    """Check the arrays of one call against each other.
+
+    Raises:
+        ValueError: for a wrong rank, size, dtype or head count, an empty sequence, or a log decay above zero (where
+            its values are known).
+    """
+    check_array("q", q, "[B, T, H, D]", (None,) * 4, INPUT_DTYPES)
+    batch, length, heads, key_size = q.shape
+    for letter, axis, size in (("B", 0, batch), ("T", 1, length), ("H", 2, heads), ("D", 3, key_size)):
+        if size == 0:
+            fail("q", f"at least one element along {letter}, axis {axis}", f"shape {list(q.shape)}")
+    check_array("k", k, "[B, T, G, D]", (batch, length, None, key_size), INPUT_DTYPES)
+    groups = k.shape[2]
+    if groups == 0 or heads % groups:
+        fail("k", f"a head count that divides the {heads} heads of q", f"{groups} heads, shape {list(k.shape)}")
+    check_array("v", v, "[B, T, G, E]", (batch, length, groups, None), INPUT_DTYPES)
+    if v.shape[3] == 0:
+        fail("v", "at least one element along E, axis 3", f"shape {list(v.shape)}")
+    if segment_ids is not None:
+        check_segment_ids(segment_ids, batch, length)
+    if log_decay is not None:
+        groups = _check_log_decay(log_decay, batch, length, heads, groups)
+    dtype = compute_dtype(q, k, v, log_decay)
+    return Sizes(batch, length, heads, groups, key_size, v.shape[3], dtype)
+
+
+def _check_log_decay(log_decay: Any, batch: int, length: int, heads: int, groups: int) -> int:
+    """Returns the number of heads that keep a state of their own: G, or H when decays are per query head."""
+    per_head = getattr(log_decay, "ndim", None) == 1
+    sizes = (None,) if per_head else (batch, length, None)
+    check_array("log_decay", log_decay, "[B, T, H] or [H]", sizes, GATE_DTYPES)
+    if log_decay.shape[-1] not in (heads, groups):
+        expected = f"{heads} heads (those of q)" + (f" or {groups} (those of k and v)" if groups != heads else "")
+        fail("log_decay", expected, f"{log_decay.shape[-1]}, shape {list(log_decay.shape)}")
+    return log_decay.shape[-1]
+
+
+def check_decay_sign(log_decay: Any, segment_ids: Any) -> None:
+    """Raise ValueError if a known log decay is above zero anywhere but at padding."""
+    if log_decay is None or not is_concrete(log_decay) or not is_concrete(segment_ids):
+        return
+    above = jnp.asarray(log_decay) > 0
+    if segment_ids is not None and log_decay.ndim == 3:
+        above = above & (segment_ids != 0)[..., None]
+    if above.any():
+        fail("log_decay", "values <= 0 (it is the log of a decay in (0, 1])", f"a maximum of {jnp.max(log_decay)}")
+
+
+def prepare_inputs(
+    sizes: Sizes, q: Array, k: Array, v: Array, log_decay: Array | None, segment_ids: Array | None, axis: str | None
+) -> Inputs:
+    """Cast to the compute dtype, clear padding and split heads."""
+    segments = None if segment_ids is None else find_segments(segment_ids, axis)
+    if log_decay is not None:
+        log_decay = jnp.broadcast_to(log_decay, (sizes.batch, sizes.length, sizes.groups)).astype(sizes.dtype)
+        log_decay = where_valid(segments, log_decay)
+    q, k, v = (where_valid(segments, jnp.asarray(x)).astype(sizes.dtype) for x in (q, k, v))
+    if k.shape[2] != sizes.groups:
+        k, v = (jnp.repeat(x, sizes.groups // x.shape[2], axis=2) for x in (k, v))
+    q = q.reshape(sizes.batch, sizes.length, sizes.groups, -1, sizes.key_size)
+    return Inputs(q, k, v, log_decay, segments)

@@ -1,0 +1,41 @@
+"""Sizes of a model, found without making it."""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxmix.models.config import DecoderConfig
+from jaxmix.models.decoder import Decoder
+
+GROUPS = ("embedding", "mixer", "mlp", "norm", "head")
+"""Parts that `parameter_groups` counts."""
+
+
+def abstract_decoder(config: DecoderConfig) -> Decoder:
+    """The decoder with shapes and dtypes in place of arrays."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def parameter_groups(config: DecoderConfig) -> dict[str, int]:
+    """The number of parameters of each part: embedding, mixers, SwiGLUs, norms of the residual stream, output map."""
+    counts: dict[str, int] = dict.fromkeys(GROUPS, 0)
+    for path, leaf in nnx.to_flat_state(nnx.state(abstract_decoder(config), nnx.Param)):
+        names = [str(key) for key in path]
+        part = "norm" if names[-2:] in (["norm", "scale"], ["mixer_norm", "scale"], ["mlp_norm", "scale"]) else None
+        part = part or next(name for name in GROUPS if name in names)
+        counts[part] += math.prod(leaf.shape)
+    return counts
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """The number of parameters."""
+    return sum(parameter_groups(config).values())
+
+
+def state_bytes(config: DecoderConfig) -> int:
+    """Bytes of the state of one stream, at every length."""
+    decoder: Any = abstract_decoder(config)
+    state = jax.eval_shape(lambda: decoder.init_state(1))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -1,0 +1,166 @@
+"""Configuration shared by all mixer layers: frozen dataclasses that build layers and go to plain dicts and back."""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmix.arrays import Dtype, fail
+from jaxmix.mixers.dispatch import IMPLEMENTATIONS
+
+if typing.TYPE_CHECKING:
+    from jaxmix.nn.base import TokenMixer
+
+
+def check_count(name: str, value: Any, minimum: int = 1) -> None:
+    """Raise ValueError unless `value` is an int of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        fail(name, f"an int of at least {minimum}", repr(value))
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        fail(name, "one of " + ", ".join(repr(choice) for choice in choices), repr(value))
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        fail(name, "a positive number", repr(value))
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        fail(name, "True or False", repr(value))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerConfig:
+    """What every mixer layer can be told; a subclass adds its own options and sets its own defaults.
+
+    Attributes:
+        heads: query heads H.
+        kv_heads: key/value heads G, a divisor of `heads`; `heads` by default. 1 is multi-query attention.
+        key_size: size D of a query or key; d_model / heads by default.
+        value_size: size E of a value; d_model / heads by default.
+        qk_norm: "l2" makes every query and key a unit vector; "rms" makes it one of unit root mean square with a
+            learned scale per channel, times D^-1/2, so that it starts as "l2"; None leaves them.
+        scale: factor on q.k; None takes the mixer's default.
+        rope: rotate queries and keys by their position in the segment.
+        rope_base: base of the rotation.
+        conv_width: width of a short causal convolution, followed by SiLU, over queries, keys and values; 0 for none.
+        output_norm: RMSNorm over every head's output, with one learned scale [E] for all heads.
+        gate: multiply the heads' outputs by SiLU(x Wg).
+        norm_eps: eps of all norms of the layer.
+        implementation: form of the mixer: None, "serial", "scan" or "pallas".
+    """
+
+    name: ClassVar[str]
+    """Key in the registry."""
+
+    heads: int
+    kv_heads: int | None = None
+    key_size: int | None = None
+    value_size: int | None = None
+    qk_norm: Literal["l2", "rms"] | None = None
+    scale: float | None = None
+    rope: bool = False
+    rope_base: float = 10000.0
+    conv_width: int = 0
+    output_norm: bool = False
+    gate: bool = False
+    norm_eps: float = 1e-6
+    implementation: Literal["serial", "scan", "pallas"] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("heads", self.heads)
+        for name in ("kv_heads", "key_size", "value_size"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.heads % self.groups:
+            fail("kv_heads", f"a divisor of heads={self.heads}", self.kv_heads)
+        check_choice("qk_norm", self.qk_norm, (None, "l2", "rms"))
+        check_choice("implementation", self.implementation, (None, *IMPLEMENTATIONS))
+        for name in ("rope", "output_norm", "gate"):
+            check_flag(name, getattr(self, name))
+        check_positive("rope_base", self.rope_base)
+        check_positive("norm_eps", self.norm_eps)
+        if self.scale is not None:
+            check_positive("scale", self.scale)
+        check_count("conv_width", self.conv_width, 0)
+        if self.conv_width == 1:
+            fail("conv_width", "0 for no convolution, or at least 2", 1)
+
+    @property
+    def layer(self) -> "type[TokenMixer]":
+        """The class of the layers that this builds."""
+        raise NotImplementedError
+
+    @property
+    def groups(self) -> int:
+        """The number of key/value heads G."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    def head_sizes(self, d_model: int) -> tuple[int, int]:
+        """Key size D and value size E in a model of width `d_model`.
+
+        Raises:
+            ValueError: when a size is left to d_model / heads and that is not an integer, or when RoPE meets an
+                odd D.
+        """
+        if (self.key_size is None or self.value_size is None) and d_model % self.heads:
+            fail("heads", f"a divisor of d_model={d_model}, or key_size and value_size given", self.heads)
+        sizes = self.key_size or d_model // self.heads, self.value_size or d_model // self.heads
+        if self.rope and sizes[0] % 2:
+            fail("key_size", "an even number, since rope=True rotates pairs", sizes[0])
+        return sizes
+
+    def build(
+        self,
+        d_model: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        init_std: float = 0.02,
+        out_init_std: float | None = None,
+    ) -> "TokenMixer":
+        """The layer that this describes; the arguments are those of `TokenMixer`."""
+        return self.layer(
+            d_model,
+            self,
+            rngs=rngs,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            init_std=init_std,
+            out_init_std=out_init_std,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict of all fields and the mixer's name, which `jaxmix.nn.mixer_from_dict` reads back."""
+        return {"mixer": self.name} | dataclasses.asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
+        """The config with these fields, strict about names."""
+        return cls(**known_fields(cls, fields))
+
+
+def known_fields(cls: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields`, if every key is a field of dataclass `cls` and no field without a default is missing.
+
+    Raises:
+        ValueError: names the keys that are unknown or missing.
+    """
+    names = {field.name: field for field in dataclasses.fields(cls)}
+    if unknown := sorted(set(fields) - set(names)):
+        fail(f"{cls.__name__} fields", f"only {', '.join(names)}", f"also {', '.join(unknown)}")
+    required = {name for name, f in names.items() if f.default is f.default_factory is dataclasses.MISSING}
+    if missing := sorted(required - set(fields)):
+        fail(f"{cls.__name__} fields", f"also {', '.join(missing)}", f"only {', '.join(sorted(fields))}")
+    return fields

@@ -1,0 +1,32 @@
+"""Every mixer layer by name."""
+
+from typing import Any
+
+from jaxmix.arrays import fail
+from jaxmix.nn.config import MixerConfig
+from jaxmix.nn.hla import HLAConfig
+from jaxmix.nn.linear_attention import LinearAttentionConfig
+from jaxmix.nn.softmax_attention import SoftmaxAttentionConfig
+
+MIXER_CONFIGS: dict[str, type[MixerConfig]] = {
+    config.name: config
+    for config in (
+        HLAConfig,
+        LinearAttentionConfig,
+        SoftmaxAttentionConfig,
+    )
+}
+
+
+def mixer_from_dict(fields: dict[str, Any]) -> MixerConfig:
+    """The mixer configuration that `MixerConfig.to_dict` wrote.
+
+    Raises:
+        ValueError: for an unknown mixer, an unknown or missing field, or a bad value.
+    """
+    if not isinstance(fields, dict):
+        fail("mixer", "a dict", type(fields).__name__)
+    name = fields.get("mixer")
+    if name not in MIXER_CONFIGS:
+        fail("mixer", f"one of {', '.join(MIXER_CONFIGS)}", repr(name))
+    return MIXER_CONFIGS[name].from_fields({key: value for key, value in fields.items() if key != "mixer"})

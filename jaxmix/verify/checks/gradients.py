@@ -1,0 +1,95 @@
+"""The gradient of every argument by itself: scan against serial, and serial against finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmix.verify.options import FINITE_DIFFERENCE, GRADIENT
+from jaxmix.verify.report import Row, relative_error
+from jaxmix.verify.subject import Form, Subject
+
+DIRECTIONS = 4
+STEP = 1e-5
+
+
+def gradients(subject: Subject) -> Iterator[Row]:
+    """Gradients of a random weighting of outputs and final state, with an initial state, in float64."""
+    inputs = subject.inputs()
+    run = subject.compiled(subject.serial)
+    initial_state = run(subject.inputs(stream=1))[1]
+    arguments = {"inputs": inputs, "initial_state": jax.tree.map(np.asarray, initial_state)}
+    weights = random_weights(subject, run(inputs, None, arguments["initial_state"]))
+
+    def loss(values: Any) -> float:
+        return _weighted(run(values["inputs"], None, values["initial_state"]), weights)
+
+    serial = gradient_function(subject, subject.serial)(arguments, weights)
+    by_name = _named(serial)
+    for name, gradient in by_name.items():
+        error = _finite_difference_error(loss, arguments, name, gradient, subject.options.seed)
+        yield _row(subject, f"serial against finite differences: {name}", error, FINITE_DIFFERENCE)
+    if subject.short_scan is None:
+        return
+    scan = _named(gradient_function(subject, subject.short_scan)(arguments, weights))
+    for name, gradient in by_name.items():
+        error = relative_error(scan[name], gradient)
+        yield _row(subject, f"{subject.short_scan.label} against serial: {name}", error, GRADIENT)
+
+
+def gradient_function(subject: Subject, form: Form) -> Callable[..., Any]:
+    """`(arguments, weights, segment_ids=None) -> gradients of arguments`; arguments: inputs and, or None, initial_state."""
+
+    def loss(arguments: Any, weights: Any, segment_ids: Any = None) -> Any:
+        result = subject.apply(form, arguments["inputs"], segment_ids, arguments["initial_state"])
+        return _weighted(result, weights)
+
+    return jax.jit(jax.grad(loss))
+
+
+def random_weights(subject: Subject, result: Any) -> Any:
+    """Standard normal numbers in the structure of a result (out, final_state)."""
+    rng = np.random.default_rng([subject.options.seed, 2])
+    return jax.tree.map(lambda x: rng.standard_normal(x.shape), result)
+
+
+def _weighted(result: Any, weights: Any) -> Any:
+    products = jax.tree.map(lambda x, w: jnp.vdot(w, x), result, weights)
+    return sum(jax.tree.leaves(products))
+
+
+def _finite_difference_error(
+    loss: Callable[[Any], Any], arguments: Any, name: str, gradient: np.ndarray, seed: int
+) -> float:
+    """Central differences in random directions of one argument, against the gradient's inner products with them."""
+    rng = np.random.default_rng([seed, 3])
+    slopes, products = [], []
+    for _ in range(DIRECTIONS):
+        direction = rng.standard_normal(gradient.shape)
+        ahead, behind = (float(loss(_moved(arguments, name, sign * STEP * direction))) for sign in (1.0, -1.0))
+        slopes.append((ahead - behind) / (2.0 * STEP))
+        products.append(np.vdot(gradient, direction))
+    return relative_error(np.asarray(products), np.asarray(slopes))
+
+
+def _moved(arguments: Any, name: str, by: np.ndarray) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, x: x + by if _name(path) == name else x, arguments)
+
+
+def _named(tree: Any) -> dict[str, np.ndarray]:
+    return {_name(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(path: Any) -> str:
+    """The argument's name: q, or initial_state.S."""
+    kind, *rest = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    return ".".join(rest if kind == "inputs" else [kind, *rest])
+
+
+def _row(subject: Subject, case: str, error: float, tolerance: float) -> Row:
+    mixer = subject.mixer
+    return Row(mixer=mixer.name, option=mixer.option, check="gradients", case=case, error=error, tolerance=tolerance)

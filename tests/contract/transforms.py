@@ -1,0 +1,216 @@
+"""JAX's transformations, dtypes, precision, compilation and memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.contract.agreement import BF16, DOCUMENTS, F32
+from tests.contract.programs import largest_array, primitives
+from tests.contract.spec import BATCH, SCAN, SERIAL, TOKENS, Form, draw_case, evaluate
+from tests.tolerances import FORMS, assert_close, assert_same_bits
+
+FORMS_UNDER_TEST = pytest.mark.parametrize("form", [SERIAL, SCAN], ids=["serial", "scan"])
+FULL_PRECISION = {
+    "HIGHEST",
+    "Precision.HIGHEST",
+    "F32_F32_F32",
+    "DotAlgorithmPreset.F32_F32_F32",
+}
+LONG, HEADS, SIZE, CHUNK = 4096, 2, 64, 64
+
+
+class Transforms:
+    """Everything JAX does to a function, done to a mixer."""
+
+    def mixer(self, form, segment_ids=None):
+        """The main variant as a function of (inputs, state)."""
+
+        def run(inputs, state):
+            return self.spec.call(self.spec.main, form, inputs, segment_ids, state)
+
+        return run
+
+    def arguments(self, dtype=F32):
+        """A packed float32 case: inputs, segment ids and initial state."""
+        case = self.spec.cast(draw_case(self.spec, self.spec.main, segment_ids=DOCUMENTS), dtype)
+        return case.inputs, case.segment_ids, case.state
+
+    @FORMS_UNDER_TEST
+    def test_jit_equals_no_jit(self, form):
+        inputs, segment_ids, state = self.arguments()
+        run = self.mixer(form, segment_ids)
+        assert_close(jax.jit(run)(inputs, state), run(inputs, state), FORMS[F32])
+
+    def test_no_choice_means_scan_on_a_cpu(self):
+        case = draw_case(self.spec, self.spec.main, segment_ids=DOCUMENTS)
+        expected = evaluate(self.spec, self.spec.main, case, SCAN)
+        assert_same_bits(evaluate(self.spec, self.spec.main, case, Form(None, SCAN.chunk_size)), expected)
+
+    @FORMS_UNDER_TEST
+    def test_vmap_equals_one_call_after_another(self, form):
+        inputs, segment_ids, state = self.arguments()
+        per_call = {name: jnp.stack([x, 0.5 * x, 0.25 * x]) for name, x in inputs.items()}
+        run = jax.jit(lambda inputs: self.mixer(form, segment_ids)(inputs, state))
+        expected = [run(jax.tree.map(lambda x, i=i: x[i], per_call)) for i in range(3)]
+        assert_close(jax.vmap(run)(per_call), jax.tree.map(lambda *x: jnp.stack(x), *expected), FORMS[F32])
+
+    @FORMS_UNDER_TEST
+    def test_remat_gives_the_same_gradients(self, form):
+        inputs, segment_ids, state = self.arguments()
+        run = self.mixer(form, segment_ids)
+
+        def gradient(run):
+            return jax.jit(jax.grad(lambda inputs, state: jnp.sum(jnp.sin(run(inputs, state)[0])), argnums=(0, 1)))
+
+        assert_close(gradient(jax.checkpoint(run))(inputs, state), gradient(run)(inputs, state), FORMS[F32])
+
+    @FORMS_UNDER_TEST
+    def test_scan_over_layers_equals_a_loop(self, form):
+        inputs, segment_ids, state = self.arguments()
+        gates = jnp.array([1.0, 0.5, 0.25])
+        states = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), state)
+
+        def layer(scale, given):
+            weight, state = given
+            out, state = self.mixer(form, segment_ids)(
+                inputs | {self.spec.values: weight * scale * self.values(inputs)}, state
+            )
+            return scale + jnp.tanh(jnp.mean(out)), (out, state)
+
+        def loop(scale, gates, states):
+            results = []
+            for i in range(len(gates)):
+                scale, result = layer(scale, (gates[i], jax.tree.map(lambda x, i=i: x[i], states)))
+                results.append(result)
+            return scale, jax.tree.map(lambda *x: jnp.stack(x), *results)
+
+        def scan(scale, gates, states):
+            return jax.lax.scan(layer, scale, (gates, states))
+
+        def with_gradient(run):
+            def total(*arguments):
+                scale, results = run(*arguments)
+                return jnp.sum(jnp.sin(results[0])), (scale, results)
+
+            return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
+
+        start = jnp.float32(1.0)
+        assert_close(with_gradient(scan)(start, gates, states), with_gradient(loop)(start, gates, states), FORMS[F32])
+
+    def values(self, inputs):
+        """The input that gives the output its dtype."""
+        return inputs[self.spec.values]
+
+    def test_lengths_inside_one_bucket_compile_once(self):
+        inputs, _, state = self.arguments()
+        traces = []
+
+        @jax.jit
+        def run(inputs, segment_ids, state):
+            traces.append(None)
+            return self.spec.call(self.spec.main, SCAN, inputs, segment_ids, state)
+
+        for length in (1, 5, 17, TOKENS):
+            run(inputs, jnp.tile(jnp.where(jnp.arange(TOKENS) < length, 1, 0), (BATCH, 1)), state)
+        assert len(traces) == 1
+
+    @FORMS_UNDER_TEST
+    @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+    def test_each_result_has_its_dtype(self, form, dtype):
+        inputs, segment_ids, state = self.arguments(dtype)
+        self.check_dtypes(inputs, segment_ids, state, form)
+
+    @FORMS_UNDER_TEST
+    def test_inputs_of_mixed_dtypes(self, form):
+        inputs, segment_ids, state = self.arguments()
+        for odd in inputs.keys() - self.spec.gates:
+            mixed = {
+                name: x.astype(BF16) if (name == odd and name not in self.spec.gates) else x
+                for name, x in inputs.items()
+            }
+            self.check_dtypes(mixed, segment_ids, state, form)
+
+    def check_dtypes(self, inputs, segment_ids, state, form):
+        """The output has the dtype of the values, states are float32, each gradient has its argument's dtype."""
+        out, final = jax.eval_shape(self.mixer(form, segment_ids), inputs, state)
+        assert out.dtype == self.values(inputs).dtype
+        assert {x.dtype for x in jax.tree.leaves(final)} == {F32}
+
+        def loss(inputs, state):
+            out, final = self.mixer(form, segment_ids)(inputs, state)
+            return jnp.sum(out.astype(F32)) + sum(jnp.sum(x) for x in jax.tree.leaves(final))
+
+        gradients = jax.eval_shape(jax.grad(loss, argnums=(0, 1)), inputs, state)
+        assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, (inputs, state))
+
+    @FORMS_UNDER_TEST
+    @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+    def test_matrix_products_are_forced_to_full_precision(self, form, dtype):
+        inputs, segment_ids, state = self.arguments(dtype)
+
+        def loss(inputs, state):
+            return jnp.sum(self.mixer(form, segment_ids)(inputs, state)[0].astype(F32))
+
+        traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(inputs, state)
+        products = [equation for equation in primitives(traced) if equation.primitive.name == "dot_general"]
+        for equation in products:
+            chosen = equation.params["precision"]
+            chosen = chosen if isinstance(chosen, tuple) else (chosen,)
+            assert {str(x) for x in chosen} <= FULL_PRECISION, equation
+            assert {x.aval.dtype for x in equation.invars} == {F32}, equation
+
+    def test_training_in_bfloat16_stays_finite_and_learns(self):
+        inputs, segment_ids, state = self.arguments(BF16)
+        fresh = jax.tree.map(jnp.zeros_like, state)
+        scaled = sorted(inputs.keys() - self.spec.gates)
+        shapes = {name: inputs[name].shape[2:] for name in scaled}
+        shapes["read"] = jax.eval_shape(self.mixer(SCAN), inputs, fresh)[0].shape[2:]
+
+        def model(weights):
+            given = inputs | {name: inputs[name] * weights[name].astype(BF16) for name in scaled}
+            out = self.mixer(SCAN, segment_ids)(given, fresh)[0].astype(F32)
+            out = out * jax.lax.rsqrt(jnp.mean(out**2, axis=-1, keepdims=True) + 1e-6)
+            return jnp.sum(out * weights["read"], axis=(2, 3))
+
+        rng = np.random.default_rng(3)
+        target = model({name: jnp.asarray(rng.normal(size=shape), F32) for name, shape in shapes.items()})
+
+        def step(carry, _):
+            weights, average = carry
+            loss, gradient = jax.value_and_grad(lambda weights: jnp.mean((model(weights) - target) ** 2))(weights)
+            average = jax.tree.map(lambda m, g: 0.9 * m + g, average, gradient)
+            return (jax.tree.map(lambda w, m: w - 0.005 * m, weights, average), average), loss
+
+        weights = {name: jnp.ones(shape, F32) for name, shape in shapes.items()}
+        start = (weights, jax.tree.map(jnp.zeros_like, weights))
+        (weights, _), losses = jax.jit(lambda start: jax.lax.scan(step, start, None, length=300))(start)
+        assert np.all(np.isfinite(losses))
+        assert all(np.all(np.isfinite(x)) for x in weights.values())
+        assert np.mean(losses[-10:]) < 0.3 * losses[0]
+
+    @pytest.mark.parametrize("direction", ["forward", "backward"])
+    def test_scan_memory_grows_with_chunks_not_with_tokens_squared(self, direction):
+        tokens_by_size = LONG * HEADS * SIZE * SIZE * 4
+        small, large = (self.compiled_program(tokens, direction) for tokens in (LONG, 2 * LONG))
+        temporary = [program.memory_analysis().temp_size_in_bytes for program in (small, large)]
+        assert temporary[0] < tokens_by_size / 4
+        assert temporary[1] < 2.2 * temporary[0]
+        assert largest_array(small.as_text()) < LONG * SIZE * SIZE
+
+    def compiled_program(self, tokens, direction):
+        """The scan over one long row, compiled but not run."""
+        variant = self.spec.sized(heads=HEADS, size=SIZE)
+        inputs = self.spec.cast_inputs(self.spec.draw(np.random.default_rng(0), 1, tokens, variant), F32)
+        state = self.spec.init_state(variant, 1, F32)
+
+        def forward(inputs, state):
+            return self.spec.call(variant, Form("scan", CHUNK), inputs, None, state)
+
+        def backward(inputs, state, cotangents):
+            return jax.vjp(forward, inputs, state)[1](cotangents)
+
+        if direction == "forward":
+            return jax.jit(forward).lower(inputs, state).compile()
+        cotangents = jax.eval_shape(forward, inputs, state)
+        return jax.jit(backward).lower(inputs, state, cotangents).compile()

@@ -1,0 +1,141 @@
+"""What linear attention and the HLA mixers promise beyond the contract of every mixer."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests.contract import MixerContract, QueryKeyValueErrors, Variant
+from tests.contract.agreement import F64
+from tests.contract.spec import (
+    BATCH,
+    SCAN,
+    SERIAL,
+    TOKENS,
+    Form,
+    draw_case,
+    evaluate,
+    precision,
+    zero_state,
+)
+from tests.mixers.brute_force import by_document, expanded
+from tests.mixers.families import GROUPED, draw, shared_heads
+from tests.mixers.recurrences import run
+from tests.tolerances import BRUTE_FORCE, FORMS, assert_close, rms_ratio
+
+READ_OUT_OPTIONS = {"normalize", "eps"}
+
+
+class AttentionContract(QueryKeyValueErrors, MixerContract):
+    """Subclasses also set `one_head` (explicit sums) and `step` (the recurrence) of one head."""
+
+    def test_outputs_and_states_follow_the_printed_recurrence_from_any_state(self, variant):
+        case = any_state(draw_case(self.spec, variant))
+        result = evaluate(self.spec, variant, case, SERIAL)
+        options = {name: value for name, value in variant.options.items() if name not in READ_OUT_OPTIONS}
+        arrays = expanded(**case.inputs)
+        for row in range(BATCH):
+            for head in range(variant.shape.heads):
+                tokens = (x[row, :, head] for x in arrays)
+                out, expected = run(self.step, *tokens, one_head_state(case.state, row, head, variant), **options)
+                actual = one_head_state(result.state, row, head, variant)
+                for name in expected:
+                    assert rms_ratio(actual[name], expected[name]) <= BRUTE_FORCE, name
+                if not variant.options.get("normalize"):
+                    assert rms_ratio(result.out[row, :, head], out) <= BRUTE_FORCE
+
+    def test_state_fields_have_the_documented_shapes(self, variant):
+        state = self.spec.init_state(variant, BATCH, jnp.float32)
+        sizes = {"D": variant.shape.key_size, "E": variant.shape.value_size}
+        heads = {"own": variant.shape.heads, "shared": shared_heads(variant)}
+        assert {field.name for field in dataclasses.fields(state)} == set(self.fields)
+        for name, (kind, *axes) in self.fields.items():
+            assert getattr(state, name).shape == (BATCH, heads[kind], *(sizes[axis] for axis in axes)), name
+
+    def test_no_decay_is_a_decay_of_zero(self):
+        variant = self.spec.variants["no decay"]
+        case = draw_case(self.spec, variant)
+        for form in (SERIAL, SCAN):
+            expected = evaluate(self.spec, variant, case, form)
+            undecayed = case._replace(
+                inputs=case.inputs | {"log_decay": np.zeros((BATCH, TOKENS, variant.shape.heads))}
+            )
+            actual = evaluate(self.spec, variant, undecayed, form)
+            actual.input_gradients.pop("log_decay")
+            assert_close(actual, expected, BRUTE_FORCE if form == SERIAL else FORMS[F64])
+
+    def test_decay_per_head_is_the_same_decay_at_every_token(self):
+        variant = self.spec.variants["decay per head"]
+        case = draw_case(self.spec, variant)
+        tokens = np.broadcast_to(case.inputs["log_decay"], (BATCH, TOKENS, variant.shape.heads))
+        for form in (SERIAL, SCAN):
+            expected = evaluate(self.spec, variant, case, form)
+            actual = evaluate(self.spec, variant, case._replace(inputs=case.inputs | {"log_decay": tokens}), form)
+            actual.input_gradients["log_decay"] = actual.input_gradients["log_decay"].sum(axis=(0, 1))
+            assert_close(actual, expected, BRUTE_FORCE if form == SERIAL else FORMS[F64])
+
+    def test_shared_heads_are_repeated_heads(self):
+        variant = self.spec.variants["grouped heads, shared decay"]
+        case = draw_case(self.spec, variant)._replace(state=zero_state(self.spec, variant))
+        repeats = GROUPED.heads // GROUPED.kv_heads
+        alone = Variant(variant.options, shape=dataclasses.replace(GROUPED, kv_heads=GROUPED.heads), gate="token")
+        repeated = {name: x if name == "q" else np.repeat(x, repeats, axis=2) for name, x in case.inputs.items()}
+        zeros = zero_state(self.spec, alone)
+        for form in (SERIAL, SCAN):
+            many = case._replace(inputs=repeated, state=zeros, state_cotangent=zeros)
+            few = case._replace(state_cotangent=zero_state(self.spec, variant))
+            expected, actual = evaluate(self.spec, alone, many, form), evaluate(self.spec, variant, few, form)
+            tolerance = BRUTE_FORCE if form == SERIAL else FORMS[F64]
+            assert_close(actual.out, expected.out, tolerance)
+            for name, gradient in expected.input_gradients.items():
+                grouped = gradient if name == "q" else summed_over_groups(gradient, repeats)
+                assert_close(actual.input_gradients[name], grouped, tolerance, name)
+
+    def test_normalised_divides_by_signed_sums_plus_eps(self):
+        variant = Variant({"normalize": True, "eps": 0.25}, gate="token")
+        inputs = draw(np.random.default_rng(0), BATCH, TOKENS, variant)
+        ids = np.ones((BATCH, TOKENS), np.int32)
+        numerator = by_document(self.one_head, inputs, ids)
+        denominator = by_document(self.one_head, inputs | {"v": np.ones_like(inputs["v"])}, ids)
+        assert np.any(denominator + 0.25 < 0)
+        with precision():
+            for form in (SERIAL, Form("scan", 5)):
+                out, _ = self.spec.call(variant, form, self.spec.cast_inputs(inputs, np.float64))
+                assert rms_ratio(out * (denominator + 0.25), numerator) <= FORMS[F64]
+
+    def test_read_out_options_do_not_touch_the_state(self):
+        inputs = draw(np.random.default_rng(0), BATCH, TOKENS, self.spec.main)
+        with precision():
+            given = self.spec.cast_inputs(inputs, np.float64)
+            for form in (SERIAL, SCAN):
+                expected = self.spec.call(self.spec.main, form, given)[1]
+                for options in self.read_outs:
+                    assert_close(self.spec.call(self.spec.main, form, given, **options)[1], expected, BRUTE_FORCE)
+
+    def test_a_decay_for_each_query_head_needs_a_state_of_its_own(self):
+        shared, own = (self.spec.variants[f"grouped heads, {name} decay"] for name in ("shared", "own"))
+        inputs = self.spec.cast_inputs(draw(np.random.default_rng(0), BATCH, 3, own), jnp.float32)
+        state = self.spec.init_state(shared, BATCH, jnp.float32)
+        self.refuse(inputs, r"\binitial_state\b", rf"\b{GROUPED.kv_heads}\b", state=state)
+
+
+def any_state(case):
+    """Replaces the initial state by a random one; moments of one vector with itself stay symmetric."""
+    rng = np.random.default_rng(11)
+    fields = {}
+    for field in dataclasses.fields(case.state):
+        drawn = rng.normal(size=getattr(case.state, field.name).shape)
+        fields[field.name] = drawn + drawn.swapaxes(-1, -2) if field.name in ("S", "Q") else drawn
+    return case._replace(state=dataclasses.replace(case.state, **fields))
+
+
+def one_head_state(state, row, head, variant):
+    """The fields that query head `head` reads, shared ones included."""
+    fields = {field.name: getattr(state, field.name)[row] for field in dataclasses.fields(state)}
+    return {name: x[head // (variant.shape.heads // x.shape[0])] for name, x in fields.items()}
+
+
+def summed_over_groups(gradient, repeats):
+    """Adds the gradients of the copies of each shared head."""
+    batch, tokens, heads, *rest = gradient.shape
+    return gradient.reshape(batch, tokens, heads // repeats, repeats, *rest).sum(axis=3)
