@@ -67,6 +67,11 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+def each_of(paths):
+    """Runs a test once per file."""
+    return pytest.mark.parametrize("path", paths, ids=lambda path: str(path.relative_to(ROOT)))
+
+
 @pytest.mark.parametrize(
     ("modules", "missing"),
     [
@@ -79,10 +84,8 @@ def test_jaxmix_imports_without_its_extras(modules, missing):
     subprocess.run([sys.executable, "-c", IMPORT_WITHOUT_EXTRAS, missing, *modules], cwd=ROOT, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_mixers_layers_and_models_name_no_library_but_jax_flax_and_numpy(path):
-    if LEVEL.get(owner(path), 0) > LEVEL["models"] or owner(path) == "data":
-        pytest.skip("this floor may use the extras")
+@each_of([path for path in SOURCES if LEVEL.get(owner(path), 0) <= LEVEL["models"] and owner(path) != "data"])
+def test_the_lower_floors_name_no_library_but_jax_flax_and_numpy(path):
     libraries = {module.split(".")[0] for module in imported(path)} - sys.stdlib_module_names
     assert libraries <= REQUIRED | {"jaxmix"}
 
@@ -92,11 +95,9 @@ def test_importing_jaxmix_starts_no_backend():
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@each_of([path for path in SOURCES if owner(path) != "__init__"])
 def test_a_floor_imports_only_floors_below_it(path):
     name = owner(path)
-    if name == "__init__":
-        pytest.skip("the package gathers the public names of all floors")
     for module in imported(path):
         parts = module.split(".")
         if parts[0] != "jaxmix" or len(parts) == 1:
@@ -110,12 +111,12 @@ def test_a_floor_imports_only_floors_below_it(path):
         )
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_of(KERNELS)
 def test_kernels_import_nothing_of_jaxmix(path):
     assert not any(module.split(".")[0] == "jaxmix" for module in imported(path))
 
 
-@pytest.mark.parametrize("path", EVERY_FILE, ids=lambda path: str(path.relative_to(ROOT)))
+@each_of(EVERY_FILE)
 def test_no_file_is_longer_than_four_hundred_lines(path):
     assert len(path.read_text().splitlines()) <= 400
 

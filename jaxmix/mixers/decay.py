@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxmix.arrays import Array
+from jaxmix.arrays import Array, einsum
 
 
 @jax.tree_util.register_dataclass
@@ -23,14 +23,17 @@ class LogDecay:
 
     @classmethod
     def accumulate(cls, log_decay: Array) -> "LogDecay":
-        """Inclusive prefix sums of `log_decay` [..., C]."""
-        high, low = jax.lax.associative_scan(_add, (log_decay, jnp.zeros_like(log_decay)), axis=-1)
-        return cls(high, jax.lax.stop_gradient(low))
+        """Inclusive prefix sums of `log_decay` [..., C], finite."""
+        upto = jnp.triu(jnp.ones((log_decay.shape[-1],) * 2, log_decay.dtype))
+        high = einsum("...s,st->...t", log_decay, upto)
+        steps, rounding = _exact_difference(high, jnp.pad(high[..., :-1], _shift(high)))
+        # Each step of the rounded sum misses what the true step holds by this much; no derivative is lost with it.
+        missed = jax.lax.stop_gradient((log_decay - steps) - rounding)
+        return cls(high, einsum("...s,st->...t", missed, upto))
 
     def before(self) -> "LogDecay":
         """Exclusive prefix sums: what had accumulated before each token."""
-        shift = [(0, 0)] * (self.high.ndim - 1) + [(1, 0)]
-        return LogDecay(jnp.pad(self.high, shift)[..., :-1], jnp.pad(self.low, shift)[..., :-1])
+        return LogDecay(*(jnp.pad(x[..., :-1], _shift(x)) for x in (self.high, self.low)))
 
     def from_start(self) -> Array:
         """Log decay from the chunk's start to each token, [..., C]."""
@@ -46,10 +49,12 @@ class LogDecay:
         return high + (self.low[..., :, None] - earlier.low[..., None, :])
 
 
-def _add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Knuth's exact sum of the high parts; the rounding error, whose derivative is zero, joins the low parts."""
-    total = a[0] + b[0]
-    x, y, s = (jax.lax.stop_gradient(z) for z in (a[0], b[0], total))
-    y_rounded = s - x
-    error = (x - (s - y_rounded)) + (y - y_rounded)
-    return total, a[1] + b[1] + error
+def _shift(x: Array) -> list[tuple[int, int]]:
+    return [(0, 0)] * (x.ndim - 1) + [(1, 0)]
+
+
+def _exact_difference(a: Array, b: Array) -> tuple[Array, Array]:
+    """a - b as a rounded difference and its rounding error (Knuth's two-sum)."""
+    difference = a - b
+    b_rounded = difference - a
+    return difference, (a - (difference - b_rounded)) + (-b - b_rounded)
