@@ -23,7 +23,7 @@ define install
 	    uv pip install --quiet --python $(BIN)/python --require-hashes -r $(1) && \
 	    uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps -e .; \
 	else \
-	    echo "Installing $(1) with pip (about two minutes the first time)"; \
+	    echo "Installing $(1) with pip (a few minutes the first time)"; \
 	    $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes -r $(1) && \
 	    $(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .; \
 	fi

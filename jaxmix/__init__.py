@@ -5,10 +5,12 @@ from jaxmix.mixers import (
     HLA2State,
     HLA3State,
     LinearAttentionState,
+    SoftmaxAttentionState,
     ahla,
     hla2,
     hla3,
     linear_attention,
+    softmax_attention,
 )
 
 __version__ = "0.1.0"
@@ -18,9 +20,11 @@ __all__ = [
     "HLA2State",
     "HLA3State",
     "LinearAttentionState",
+    "SoftmaxAttentionState",
     "__version__",
     "ahla",
     "hla2",
     "hla3",
     "linear_attention",
+    "softmax_attention",
 ]

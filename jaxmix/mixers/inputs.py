@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmix.arrays import GATE_DTYPES, INPUT_DTYPES, Array, Dtype, check_array, compute_dtype, fail, is_concrete
 from jaxmix.mixers.segments import Segments, check_segment_ids, find_segments, where_valid
@@ -78,14 +79,16 @@ def _check_log_decay(log_decay: Any, batch: int, length: int, heads: int, groups
 
 
 def check_decay_sign(log_decay: Any, segment_ids: Any) -> None:
-    """Raise ValueError if a known log decay is above zero anywhere but at padding."""
+    """Raise ValueError if a known log decay is above zero or infinite anywhere but at padding."""
     if log_decay is None or not is_concrete(log_decay) or not is_concrete(segment_ids):
         return
-    above = jnp.asarray(log_decay) > 0
-    if segment_ids is not None and log_decay.ndim == 3:
-        above = above & (segment_ids != 0)[..., None]
-    if above.any():
-        fail("log_decay", "values <= 0 (it is the log of a decay in (0, 1])", f"a maximum of {jnp.max(log_decay)}")
+    # In numpy: jax.numpy would trace these known values when the call is inside a jit.
+    values = np.asarray(log_decay)
+    wrong = (values > 0) | np.isneginf(values)
+    if segment_ids is not None and values.ndim == 3:
+        wrong &= (np.asarray(segment_ids) != 0)[..., None]
+    if wrong.any():
+        fail("log_decay", "finite values <= 0 (the log of a decay in (0, 1])", f"{values[wrong].flat[0]}")
 
 
 def prepare_inputs(

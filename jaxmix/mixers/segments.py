@@ -27,19 +27,19 @@ def find_segments(segment_ids: Array, sequence_axis: str | None = None) -> Segme
 
     With `sequence_axis`, [B, T] is this device's piece of the sequence and the last ids of earlier devices count.
     """
-    last = jax.lax.associative_scan(_later_id, segment_ids, axis=1)
+    valid = segment_ids != 0
+    newest = jax.lax.cummax(jnp.where(valid, jnp.arange(segment_ids.shape[1]), 0), axis=1)
+    last = jnp.take_along_axis(segment_ids, newest, axis=1)
     incoming = jnp.zeros_like(segment_ids[:, :1])
     if sequence_axis is not None:
-        earlier = gather_axis(last[:, -1], sequence_axis)
-        before = jnp.arange(earlier.shape[0])[:, None] < jax.lax.axis_index(sequence_axis)
-        incoming = jax.lax.associative_scan(_later_id, jnp.where(before, earlier, 0))[-1][:, None]
-    previous = jnp.concatenate([incoming, _later_id(incoming, last[:, :-1])], axis=1)
-    valid = segment_ids != 0
+        ids = gather_axis(last[:, -1], sequence_axis)
+        devices = jnp.arange(ids.shape[0])[:, None]
+        known = (ids != 0) & (devices < jax.lax.axis_index(sequence_axis))
+        nearest = jnp.max(jnp.where(known, devices, 0), axis=0)
+        incoming = jnp.where(known, ids, 0)[nearest, jnp.arange(ids.shape[1])][:, None]
+    earlier = jnp.concatenate([incoming, last[:, :-1]], axis=1)
+    previous = jnp.where(earlier != 0, earlier, incoming)
     return Segments(valid, valid & (previous != 0) & (previous != segment_ids))
-
-
-def _later_id(a: Array, b: Array) -> Array:
-    return jnp.where(b != 0, b, a)
 
 
 def check_segment_ids(segment_ids: Array, batch: int, length: int) -> None:

@@ -12,7 +12,7 @@ from jaxmix.mixers.positions import find_places
 from jaxmix.mixers.segments import Segments, check_segment_ids, find_segments, where_valid
 from jaxmix.mixers.state import State
 from jaxmix.nn.config import MixerConfig, check_count
-from jaxmix.nn.convolution import ShortConvolution
+from jaxmix.nn.convolution import ShortConvolution, convolve_streams
 from jaxmix.nn.norms import RMSNorm, l2_normalize
 from jaxmix.nn.parameters import projection
 from jaxmix.nn.rope import rotate
@@ -155,37 +155,36 @@ class TokenMixer(nnx.Module):
         """
         check_array("x", x, "[B, T, d]", (None, None, self.d_model), INPUT_DTYPES)
         batch, length, _ = x.shape
-        if segment_ids is None:
-            everywhere = jnp.ones((batch, length), jnp.bool_)
-            segments = Segments(everywhere, ~everywhere)
-        else:
+        segments = None
+        if segment_ids is not None:
             check_segment_ids(segment_ids, batch, length)
             segments = find_segments(segment_ids)
         if state is not None:
             check_like("state", state, jax.eval_shape(lambda: self.init_state(batch)))
         x = where_valid(segments, jnp.asarray(x)).astype(self.dtype)
-        start = jnp.zeros((batch,), jnp.int32) if state is None else state.position
-        positions, position = _find_positions(segments, positions, start)
-        tails = (None,) * len(self.convolutions) if state is None else state.convolutions
-        q, k, v, tails = self._project(x, segment_ids, tails)
+        before = self.init_state(batch) if state is None else state
+        if positions is not None:
+            check_array("positions", positions, "[B, T]", (batch, length), ("int32",))
+        positions, position = _find_positions(segments, positions, before.position, length)
+        q, k, v, tails = self._project(x, segments, before.convolutions)
         q, k = self._condition(q, self.query_norm, positions), self._condition(k, self.key_norm, positions)
         out, mixer = self.mix(q, k, v, x, segment_ids, None if state is None else state.mixer)
         return self._finish(out, x), LayerState(mixer, tails, position)
 
     def _project(
-        self, x: Array, segment_ids: Array | None, tails: tuple[Array | None, ...]
+        self, x: Array, segments: Segments | None, tails: tuple[Array, ...]
     ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
         """Queries, keys and values by head, and the convolutions' new states."""
-        streams, new = [self.query(x), self.key(x), self.value(x)], []
-        for i, (convolution, tail) in enumerate(zip(self.convolutions, tails, strict=True)):
-            y, tail = convolution(streams[i], segment_ids=segment_ids, state=tail)
-            streams[i] = jax.nn.silu(y)
-            new.append(tail)
+        streams = [self.query(x), self.key(x), self.value(x)]
+        if self.convolutions:
+            kernels = [convolution.kernel[...] for convolution in self.convolutions]
+            convolved = convolve_streams(streams, kernels, tails, segments)
+            streams, tails = [jax.nn.silu(y) for y, _ in convolved], tuple(tail for _, tail in convolved)
         q, k, v = (
             y.reshape(*y.shape[:2], -1, size)
             for y, size in zip(streams, (self.key_size, self.key_size, self.value_size), strict=True)
         )
-        return q, k, v, tuple(new)
+        return q, k, v, tails
 
     def _condition(self, x: Array, norm: RMSNorm | None, positions: Array) -> Array:
         """Normalises and rotates queries or keys, [B, T, H, D]."""
@@ -205,12 +204,14 @@ class TokenMixer(nnx.Module):
         return self.out(out)
 
 
-def _find_positions(segments: Segments, positions: Array | None, start: Array) -> tuple[Array, Array]:
+def _find_positions(
+    segments: Segments | None, positions: Array | None, start: Array, length: int
+) -> tuple[Array, Array]:
     """The position of every token [B, T], and that of the next token [B]."""
-    batch, length = segments.valid.shape
-    if positions is None:
-        positions = find_places(segments, start)
-    check_array("positions", positions, "[B, T]", (batch, length), ("int32",))
+    if segments is None:
+        positions = start[:, None] + jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+        return positions, positions[:, -1] + 1
+    positions = find_places(segments, start) if positions is None else positions
     last = jnp.max(jnp.where(segments.valid, jnp.arange(length), -1), axis=1)
     after = jnp.take_along_axis(positions, jnp.maximum(last, 0)[:, None], axis=1)[:, 0] + 1
     return positions, jnp.where(last < 0, start, after)

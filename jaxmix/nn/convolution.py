@@ -1,6 +1,7 @@
 """Short causal depthwise convolution over the tokens of one segment."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,22 +40,34 @@ def short_convolution(
     check_array("kernel", kernel, "[W, C]", (None, channels), INPUT_DTYPES)
     if kernel.shape[0] < 2:
         fail("kernel", "a width W of at least 2", f"shape {list(kernel.shape)}")
-    history = kernel.shape[0] - 1
     dtype = compute_dtype(x)
+    tail = (batch, kernel.shape[0] - 1, channels)
     if initial_state is None:
-        initial_state = jnp.zeros((batch, history, channels), dtype)
-    check_array("initial_state", initial_state, "[B, W-1, C]", (batch, history, channels), (jnp.dtype(dtype).name,))
-    if segment_ids is None:
-        stream = jnp.concatenate([initial_state, x.astype(dtype)], axis=1)
-        taps = [stream[:, w : w + length] for w in range(history + 1)]
-        return _weigh(taps, kernel).astype(x.dtype), stream[:, length:]
-    check_segment_ids(segment_ids, batch, length)
-    segments = find_segments(segment_ids)
-    x = where_valid(segments, x)
-    stream = jnp.concatenate([initial_state, x.astype(dtype)], axis=1)
-    run = jnp.pad(count_resets(segments), [(0, 0), (history, 0)])
-    y = _convolve_segments(stream, run, segments, kernel)
-    return where_valid(segments, y.astype(x.dtype)), _last_inputs(stream, run, segments, history)
+        initial_state = jnp.zeros(tail, dtype)
+    check_array("initial_state", initial_state, "[B, W-1, C]", tail, (jnp.dtype(dtype).name,))
+    segments = None
+    if segment_ids is not None:
+        check_segment_ids(segment_ids, batch, length)
+        segments = find_segments(segment_ids)
+    ((y, state),) = convolve_streams([x], [kernel], [initial_state], segments)
+    return y, state
+
+
+def convolve_streams(
+    xs: Sequence[Array], kernels: Sequence[Array], tails: Sequence[Array], segments: Segments | None
+) -> list[tuple[Array, Array]]:
+    """`short_convolution` of several streams with the same segments and widths, unchecked."""
+    history = kernels[0].shape[0] - 1
+    length = xs[0].shape[1]
+    xs = [where_valid(segments, x) for x in xs]
+    streams = [jnp.concatenate([tail, x.astype(tail.dtype)], axis=1) for x, tail in zip(xs, tails, strict=True)]
+    if segments is None:
+        shifted = [[stream[:, w : w + length] for w in range(history + 1)] for stream in streams]
+        ys, new = map(_weigh, shifted, kernels), [stream[:, length:] for stream in streams]
+    else:
+        ys = _convolve_segments(streams, kernels, segments)
+        new = _last_inputs(streams, segments, history)
+    return [(where_valid(segments, y.astype(x.dtype)), tail) for x, y, tail in zip(xs, ys, new, strict=True)]
 
 
 def _weigh(taps: list[Array], kernel: Array) -> Array:
@@ -62,46 +75,54 @@ def _weigh(taps: list[Array], kernel: Array) -> Array:
     return functools.reduce(jnp.add, weighed)
 
 
-def _convolve_segments(stream: Array, run: Array, segments: Segments, kernel: Array) -> Array:
-    history = kernel.shape[0] - 1
-    length = segments.valid.shape[1]
+def _convolve_segments(streams: list[Array], kernels: Sequence[Array], segments: Segments) -> list[Array]:
+    history, length = kernels[0].shape[0] - 1, segments.valid.shape[1]
+    run = _stream_runs(segments, history)
 
-    def neighbours() -> Array:
-        taps = []
-        for w in range(history + 1):
-            same = run[:, w : w + length] == run[:, history:]
-            taps.append(jnp.where(same[..., None], stream[:, w : w + length], 0))
-        return _weigh(taps, kernel)
+    def neighbours() -> list[Array]:
+        same = [(run[:, w : w + length] == run[:, history:])[..., None] for w in range(history + 1)]
+        return [
+            _weigh([jnp.where(same[w], stream[:, w : w + length], 0) for w in range(history + 1)], kernel)
+            for stream, kernel in zip(streams, kernels, strict=True)
+        ]
 
-    def earlier_real_tokens() -> Array:
+    def earlier_real_tokens() -> list[Array]:
         before = _previous_real(segments, history)
-        at, taps = history + jnp.arange(length) + jnp.zeros_like(run[:, :1]), []
-        for _ in range(history + 1):
-            same = _take(run, at) == run[:, history:]
-            taps.insert(0, jnp.where(same[..., None], _take(stream, at), 0))
-            at = _take(before, at)
-        return _weigh(taps, kernel)
+        places = [history + jnp.arange(length) + jnp.zeros_like(run[:, :1])]
+        for _ in range(history):
+            places.insert(0, _take(before, places[0]))
+        same = [(_take(run, at) == run[:, history:])[..., None] for at in places]
+        return [
+            _weigh([jnp.where(mask, _take(stream, at), 0) for mask, at in zip(same, places, strict=True)], kernel)
+            for stream, kernel in zip(streams, kernels, strict=True)
+        ]
 
     # Only a token that follows padding has real predecessors elsewhere than beside it, and gathers are slow.
     resumes = jnp.any(segments.valid[:, 1:] & ~segments.valid[:, :-1])
     return jax.lax.cond(resumes, earlier_real_tokens, neighbours)
 
 
+def _stream_runs(segments: Segments, history: int) -> Array:
+    """Which segment each place in the stream of `history` earlier inputs and T tokens belongs to, counted from 0."""
+    return jnp.pad(count_resets(segments), [(0, 0), (history, 0)])
+
+
 def _previous_real(segments: Segments, history: int) -> Array:
-    """For each place in the stream of `history` earlier inputs and T tokens, the last real one before it."""
+    """For each place in the stream, the last real one before it."""
     real = jnp.pad(segments.valid, [(0, 0), (history, 0)], constant_values=True)
     place = jnp.where(real, jnp.arange(real.shape[1]), 0)
     return jnp.pad(jax.lax.cummax(place, axis=1)[:, :-1], [(0, 0), (1, 0)])
 
 
-def _last_inputs(stream: Array, run: Array, segments: Segments, history: int) -> Array:
-    before = _previous_real(segments, history)
-    at = jnp.where(segments.valid[:, -1:], stream.shape[1] - 1, before[:, -1:])
-    taps = []
-    for _ in range(history):
-        taps.insert(0, jnp.where((_take(run, at) == run[:, -1:])[..., None], _take(stream, at), 0))
-        at = _take(before, at)
-    return jnp.concatenate(taps, axis=1)
+def _last_inputs(streams: list[Array], segments: Segments, history: int) -> list[Array]:
+    """The last real inputs of the last segment, zeros where it has fewer."""
+    before, run = _previous_real(segments, history), _stream_runs(segments, history)
+    places = [jnp.where(segments.valid[:, -1:], run.shape[1] - 1, before[:, -1:])]
+    for _ in range(history - 1):
+        places.insert(0, _take(before, places[0]))
+    at = jnp.concatenate(places, axis=1)
+    same = (_take(run, at) == run[:, -1:])[..., None]
+    return [jnp.where(same, _take(stream, at), 0) for stream in streams]
 
 
 def _take(x: Array, at: Array) -> Array:

@@ -15,37 +15,42 @@ from jaxmix.verify.options import VerifyOptions
 from jaxmix.verify.subject import InputMaker, MixerUnderTest
 
 Gate = Literal["none", "per head", "per token", "per key/value head"]
-
-GATES: Mapping[str, Gate] = {
-    "no decay": "none",
-    "decay per head": "per head",
-    "decay per key/value head": "per key/value head",
-    "decay per token": "per token",
-}
-READ_OUT_GATES: Mapping[str, Gate] = {label: GATES[label] for label in ("no decay", "decay per head", "decay per token")}
-NO_GATE: Mapping[str, Gate] = {"no decay": "none"}
+GATES: tuple[Gate, ...] = ("none", "per head", "per key/value head", "per token")
+NO_GATE: tuple[Gate, ...] = ("none",)
 RIDGE = 0.3
 
 
 def catalogue() -> tuple[MixerUnderTest, ...]:
-    """One entry for every mixer and option, grouped by mixer."""
-    first = functools.partial(_entry, linear_attention, explicit.linear_attention)
-    symmetric = functools.partial(_entry, hla2, explicit.hla2)
-    asymmetric = functools.partial(_entry, ahla, explicit.ahla)
-    third = functools.partial(_entry, hla3, explicit.hla3)
+    """One entry for every mixer and recurrence; options that only change the read-out share an entry and its state."""
     return (
-        first("plain", operator=operators.LinearSummary),
-        first("normalised", read_out_only=True, normalize=True),
-        symmetric("masked", operator=operators.HLA2Summary),
-        symmetric("unmasked", read_out_only=True, masked=False),
-        symmetric("printed decay", operator=operators.HLA2PrintedSummary, decay_form="printed"),
-        symmetric("ridge", read_out_only=True, ridge=RIDGE),
-        symmetric("normalised", read_out_only=True, normalize=True),
-        asymmetric("plain", operator=operators.AHLASummary),
-        asymmetric("normalised", read_out_only=True, normalize=True),
-        third("exact mask", operator=operators.HLA3Summary),
-        third("printed mask", operator=operators.HLA3PrintedSummary, gates=NO_GATE, mask="printed"),
-        third("normalised", read_out_only=True, normalize=True),
+        _entry(
+            hla2,
+            explicit.hla2,
+            operators.HLA2Summary,
+            {
+                "masked": {},
+                "unmasked": {"masked": False},
+                "ridge": {"ridge": RIDGE},
+                "normalised": {"normalize": True},
+            },
+        ),
+        _entry(hla2, explicit.hla2, operators.HLA2PrintedSummary, {"printed decay": {"decay_form": "printed"}}),
+        _entry(
+            hla3,
+            explicit.hla3,
+            operators.HLA3Summary,
+            {"exact mask": {}, "normalised": {"normalize": True}},
+        ),
+        _entry(
+            hla3, explicit.hla3, operators.HLA3PrintedSummary, {"printed mask": {"mask": "printed"}}, gates=NO_GATE
+        ),
+        _entry(ahla, explicit.ahla, operators.AHLASummary, {"plain": {}, "normalised": {"normalize": True}}),
+        _entry(
+            linear_attention,
+            explicit.linear_attention,
+            operators.LinearSummary,
+            {"plain": {}, "normalised": {"normalize": True}},
+        ),
     )
 
 
@@ -63,29 +68,26 @@ def select(names: tuple[str, ...]) -> tuple[MixerUnderTest, ...]:
     return tuple(entry for entry in entries if not names or entry.name in names)
 
 
-def mixer_inputs(
-    rng: np.random.Generator, options: VerifyOptions, *, gate: Gate = "per token", positive: bool = False
-) -> dict[str, np.ndarray]:
+def mixer_inputs(rng: np.random.Generator, options: VerifyOptions, *, gate: Gate = "per token") -> dict[str, np.ndarray]:
     """Random q [B, T, H, D], k [B, T, G, D], v [B, T, G, E] and log_decay as `gate` says.
+
+    q and k have mean 1 and standard deviation 1/2, so that the denominators of normalised mixers stay away from 0.
 
     Args:
         rng: Source of the numbers.
         options: Shapes.
         gate: No log_decay, [H], [B, T, H] or [B, T, G]; values in [-1, -0.02]. With a token axis and B > 1, the last row
             also has one step of -80 and one of 0.
-        positive: Make q and k positive, so that the denominator of a normalised mixer stays away from 0.
     """
     stream, size = (options.batch, options.length), options.key_size
-    q = rng.standard_normal((*stream, options.heads, size))
-    k = rng.standard_normal((*stream, options.kv_heads, size))
+    q = 1.0 + 0.5 * rng.standard_normal((*stream, options.heads, size))
+    k = 1.0 + 0.5 * rng.standard_normal((*stream, options.kv_heads, size))
     v = rng.standard_normal((*stream, options.kv_heads, options.value_size))
-    if positive:
-        q, k = np.abs(q) + 0.1, np.abs(k) + 0.1
     inputs = {"q": q, "k": k, "v": v}
-    heads = options.kv_heads if gate == "per key/value head" else options.heads
     if gate == "per head":
-        inputs["log_decay"] = -rng.uniform(0.02, 1.0, heads)
+        inputs["log_decay"] = -rng.uniform(0.02, 1.0, options.heads)
     elif gate != "none":
+        heads = options.heads if gate == "per token" else options.kv_heads
         log_decay = -rng.uniform(0.02, 1.0, (*stream, heads))
         if options.batch > 1:
             log_decay[-1, options.length // 2] = -80.0
@@ -95,29 +97,30 @@ def mixer_inputs(
 
 
 def _entry(
-    function: Callable[..., Any],
+    function: Callable[..., tuple[Any, Any]],
     brute_force: Callable[..., Any],
-    option: str,
+    operator: type,
+    settings: Mapping[str, Mapping[str, Any]],
     *,
-    operator: type | None = None,
-    gates: Mapping[str, Gate] | None = None,
-    read_out_only: bool = False,
-    normalize: bool = False,
-    **settings: Any,
+    gates: tuple[Gate, ...] = GATES,
 ) -> MixerUnderTest:
-    if gates is None:
-        gates = READ_OUT_GATES if read_out_only else GATES
-    if normalize:
-        settings["normalize"] = True
+    """An entry whose out is a dict from option to output; the state is that of the first option."""
+
+    def mixed(**arguments: Any) -> tuple[dict[str, Any], Any]:
+        results = {option: function(**arguments, **chosen) for option, chosen in settings.items()}
+        return {option: out for option, (out, _) in results.items()}, next(iter(results.values()))[1]
+
+    def summed(**inputs: Any) -> dict[str, Any]:
+        return {option: brute_force(**inputs, **chosen) for option, chosen in settings.items()}
+
     makers: dict[str, InputMaker] = {
-        label: functools.partial(mixer_inputs, gate=gate, positive=normalize) for label, gate in gates.items()
+        "no decay" if gate == "none" else f"decay {gate}": functools.partial(mixer_inputs, gate=gate) for gate in gates
     }
     return MixerUnderTest(
         name=function.__name__,
-        option=option,
-        function=functools.partial(function, **settings),
+        option=next(iter(settings)),
+        function=mixed,
         make_inputs=makers,
-        brute_force=functools.partial(brute_force, **settings),
+        brute_force=summed,
         operator=operator,
-        read_out_only=read_out_only,
     )

@@ -38,12 +38,12 @@ class VerifyOptions:
     """
 
     batch: int = 2
-    length: int = 13
+    length: int = 11
     heads: int = 4
     kv_heads: int = 2
     key_size: int = 3
     value_size: int = 5
-    chunk_sizes: tuple[int, ...] = (1, 4, 16)
+    chunk_sizes: tuple[int, ...] = (1, 4)
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     seed: int = 0
     mixers: tuple[str, ...] = ()

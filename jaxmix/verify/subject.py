@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmix.verify.options import VerifyOptions
+from jaxmix.verify.report import CheckName, Row
 
 Inputs = Mapping[str, np.ndarray]
 InputMaker = Callable[[np.random.Generator, VerifyOptions], Inputs]
 SERIAL = "serial"
 SCAN = "scan"
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+"""Halves the compile time on a CPU. Only for the float64 runs: forms of lower dtype are compiled as users compile them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,22 +31,21 @@ class MixerUnderTest:
         function: The mixer, called as `function(**inputs, segment_ids=..., initial_state=..., implementation=...,
             chunk_size=...)`; returns (out, final_state), out [B, T, ...]. `implementation` is "serial" or "scan",
             `chunk_size` an int, `segment_ids` None or int32 [B, T] with 0 = padding, `initial_state` None or a state
-            that the function returned.
+            that the function returned. Several ways to read one state can be verified at once: out is then a dict from
+            the name of the option to its array; the gradient is that of the last, under `options.full` of each.
         make_inputs: `make_inputs(rng, options)` returns the array arguments by name, as numpy float64. Several ways to
             call one mixer (with and without gates, say) are a mapping from a label to such a function; the last is used
-            for gradients, split, packed and causality, so put the richest last.
+            for gradients, split, packed, causality and the operator, so put the richest last.
         per_token: Names of the arguments laid out [B, T, ...]. Default: every argument whose shape begins (B, T).
         float32_arguments: Names of arguments that stay float32 when `options.dtype` is lower (gates).
         brute_force: `brute_force(**inputs)` returns the same out, in numpy float64, by any independent route.
         operator: Summary class with `token_summary(**inputs)`, `combine(a, b)`, `identity(shape, key_size, value_size,
-            dtype)` and, optionally, `read(q)`; see `jaxmix.operators`. Leading dims [B, T, H]; key and value size are
-            the last axes of `k` and `v`.
-        operator_inputs: Maker of the inputs of the operator check; default the last of `make_inputs`.
-        option: Option of the mixer, shown in the report.
+            dtype)` and, optionally, `read(q)`; see `jaxmix.operators`. Inputs are q, k, v with as many key/value heads
+            as query heads, and what else `make_inputs` returns.
+        option: The option that was checked, shown in the report beside the rows about the state.
         segments: Whether `segment_ids` is served.
         implementations: Which of "serial" and "scan" the function has; "serial" is required.
-        read_out_only: True when the option changes only how the state is read, so that the checks of the recurrence run
-            only under `options.full`.
+        fresh_state: From a state of jax.ShapeDtypeStruct to the state of a stream that has seen nothing; default zeros.
     """
 
     name: str
@@ -53,11 +55,10 @@ class MixerUnderTest:
     float32_arguments: tuple[str, ...] = ("log_decay",)
     brute_force: Callable[..., Any] | None = None
     operator: type | None = None
-    operator_inputs: InputMaker | None = None
     option: str = ""
     segments: bool = True
     implementations: tuple[str, ...] = (SERIAL, SCAN)
-    read_out_only: bool = False
+    fresh_state: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if SERIAL not in self.implementations or set(self.implementations) - {SERIAL, SCAN}:
@@ -92,6 +93,10 @@ class Form:
 class Subject:
     """A mixer with its inputs, and its forms compiled once each.
 
+    Compiling is most of the cost of a verification. The key forms (serial, and the scan with several chunks) are
+    therefore always called in one way, with segment ids and with an initial state, so that one compiled function serves
+    all checks on the last of `make_inputs`.
+
     Args:
         mixer: The mixer under test.
         options: Shape, dtype and seed.
@@ -104,12 +109,8 @@ class Subject:
         scans = [Form(SCAN, c) for c in options.chunk_sizes] if SCAN in mixer.implementations else []
         self.forms = (self.serial, *scans)
         self.short_scan = next((f for f in scans if f.chunk_size == options.short_chunk), None)
-        self._compiled: dict[Form, Callable[..., tuple[Any, Any]]] = {}
-
-    @property
-    def key_forms(self) -> tuple[Form, ...]:
-        """The serial form and, where there is one, the scan with several chunks."""
-        return (self.serial,) if self.short_scan is None else (self.serial, self.short_scan)
+        self.key_forms = (self.serial,) if self.short_scan is None else (self.serial, self.short_scan)
+        self._compiled: dict[tuple[Form, bool], Callable[..., tuple[Any, Any]]] = {}
 
     def inputs(self, label: str | None = None, *, stream: int = 0) -> dict[str, np.ndarray]:
         """Random inputs of one way to call the mixer (default: the last); another `stream`, other numbers."""
@@ -130,11 +131,22 @@ class Subject:
         tokens = self.per_token(inputs)
         return {name: x[where] if name in tokens else x for name, x in inputs.items()}
 
-    def compiled(self, form: Form) -> Callable[..., tuple[Any, Any]]:
+    def mix(self, where: np.ndarray, first: Inputs, second: Inputs | float) -> dict[str, np.ndarray]:
+        """The inputs of `first`, at the tokens `where` (bool [B, T]) those of `second` instead."""
+        tokens = self.per_token(first)
+
+        def choose(name: str, x: np.ndarray) -> np.ndarray:
+            other = second[name] if isinstance(second, Mapping) else second
+            return np.where(where.reshape(*where.shape, *(1,) * (x.ndim - 2)), other, x)
+
+        return {name: choose(name, x) if name in tokens else x for name, x in first.items()}
+
+    def compiled(self, form: Form, *, fast: bool = True) -> Callable[..., tuple[Any, Any]]:
         """The jitted form: `(inputs, segment_ids=None, initial_state=None) -> (out, final_state)`."""
-        if form not in self._compiled:
-            self._compiled[form] = jax.jit(functools.partial(self.apply, form))
-        return self._compiled[form]
+        if (form, fast) not in self._compiled:
+            function = functools.partial(self.apply, form)
+            self._compiled[form, fast] = compile_fast(function) if fast else jax.jit(function)
+        return self._compiled[form, fast]
 
     def apply(self, form: Form, inputs: Mapping[str, Any], segment_ids: Any = None, initial_state: Any = None) -> Any:
         """Call the mixer in one form."""
@@ -146,11 +158,42 @@ class Subject:
             chunk_size=form.chunk_size,
         )
 
+    def call(self, form: Form, inputs: Inputs, segment_ids: Any = None, initial_state: Any = None) -> tuple[Any, Any]:
+        """The compiled form in float64; the key forms always with segment ids and initial state."""
+        if form in self.key_forms:
+            if segment_ids is None and self.mixer.segments:
+                segment_ids = np.ones((self.options.batch, self.options.length), np.int32)
+            initial_state = self.fresh_state(inputs) if initial_state is None else initial_state
+        result = self.compiled(form)(dict(inputs), segment_ids, initial_state)
+        return jax.tree.map(np.asarray, result)
+
+    def fresh_state(self, inputs: Inputs) -> Any:
+        """The state of a stream that has seen nothing."""
+        _, state = jax.eval_shape(functools.partial(self.apply, self.serial), dict(inputs))
+        if self.mixer.fresh_state is not None:
+            return self.mixer.fresh_state(state)
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+
     def cast(self, inputs: Inputs, dtype: str) -> dict[str, Any]:
         """The inputs as jax arrays of `dtype`, gates in float32 at least."""
         gate = "float64" if dtype == "float64" else "float32"
         gates = self.mixer.float32_arguments
         return {name: jnp.asarray(x, gate if name in gates else dtype) for name, x in inputs.items()}
+
+    def row(self, check: CheckName, case: str, error: float, tolerance: float, *, option: str = "") -> Row:
+        """A row of the report about this mixer."""
+        option = option or self.mixer.option
+        return Row(mixer=self.mixer.name, option=option, check=check, case=case, error=error, tolerance=tolerance)
+
+
+def compile_fast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """jax.jit with little optimisation where the backend is a CPU."""
+    return jax.jit(function, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)
+
+
+def by_option(out: Any) -> dict[str, Any]:
+    """The outputs by option; an out that is one array has the option ""."""
+    return dict(out) if isinstance(out, Mapping) else {"": out}
 
 
 def segment_layout(options: VerifyOptions) -> np.ndarray:

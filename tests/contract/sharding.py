@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxmix.parallel import make_mesh
 from tests.contract.agreement import F64
 from tests.contract.programs import largest_collective
 from tests.contract.spec import BATCH, SERIAL, Evaluation, Form, draw_case, evaluate, is_per_token, precision
@@ -56,7 +57,7 @@ class Sharding:
     @pytest.mark.parametrize("axes", [(2, 1), (1, 2), (2, 2)], ids=["batch", "heads", "batch and heads"])
     def test_batch_and_heads_over_devices(self, axes):
         spec, variant = self.spec, self.spec.main
-        mesh = jax.make_mesh(axes, ("batch", "heads"), devices=jax.devices()[: np.prod(axes)])
+        mesh = make_mesh(batch=axes[0], heads=axes[1])
         case = draw_case(spec, variant, segment_ids=np.array([[1] * 9 + [2] * 15, [0] * 3 + [3] * 20 + [1]]))
         run = sharded(spec, variant, mesh, P("batch", None, "heads"), P("batch", "heads"), Form("scan", 5))
         with precision():
@@ -65,7 +66,7 @@ class Sharding:
 
     def test_tokens_over_devices(self, sharded_variant):
         spec = self.spec
-        mesh = jax.make_mesh((DEVICES,), ("sequence",))
+        mesh = make_mesh(sequence=DEVICES)
         form, options = Form("scan", CHUNK), {"sequence_axis": "sequence"}
         run = sharded(spec, sharded_variant, mesh, P(None, "sequence"), P(), form, **options)
         for name, layout in LAYOUTS.items():
@@ -80,7 +81,7 @@ class Sharding:
 
     def test_tokens_and_batch_over_devices(self):
         spec, variant = self.spec, self.spec.main
-        mesh = jax.make_mesh((2, DEVICES // 2), ("batch", "sequence"))
+        mesh = make_mesh(batch=2, sequence=DEVICES // 2)
         form, options = Form("scan", CHUNK), {"sequence_axis": "sequence"}
         run = sharded(spec, variant, mesh, P("batch", "sequence"), P("batch"), form, **options)
         case = draw_case(spec, variant, TOKENS, segment_ids=LAYOUTS["documents across borders"])

@@ -95,9 +95,10 @@ def test_padding_may_hold_nan():
 
     @jax.jit
     def run_with_gradients(x):
-        out, pull_back = jax.vjp(
-            lambda x, kernel, tail: short_convolution(x, kernel, segment_ids=ids, initial_state=tail), x, kernel, tail
-        )
+        def convolve(x, kernel, tail):
+            return short_convolution(x, kernel, segment_ids=jnp.asarray(ids), initial_state=tail)
+
+        out, pull_back = jax.vjp(convolve, x, kernel, tail)
         return out, pull_back(jax.tree.map(jnp.ones_like, out))
 
     with jax.enable_x64(True):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmix.verify.options import FINITE_DIFFERENCE, GRADIENT
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Subject
+from jaxmix.verify.subject import Form, Subject, by_option, compile_fast
 
 DIRECTIONS = 4
 STEP = 1e-5
@@ -20,35 +20,43 @@ STEP = 1e-5
 def gradients(subject: Subject) -> Iterator[Row]:
     """Gradients of a random weighting of outputs and final state, with an initial state, in float64."""
     inputs = subject.inputs()
-    run = subject.compiled(subject.serial)
-    initial_state = run(subject.inputs(stream=1))[1]
-    arguments = {"inputs": inputs, "initial_state": jax.tree.map(np.asarray, initial_state)}
-    weights = random_weights(subject, run(inputs, None, arguments["initial_state"]))
+    state = subject.call(subject.serial, subject.inputs(stream=1))[1]
+    arguments = {"inputs": inputs, "initial_state": state}
+    result = subject.call(subject.serial, inputs, None, state)
+    options = list(by_option(result[0]))
+    for option in options if subject.options.full else options[-1:]:
+        weights = random_weights(subject, (by_option(result[0])[option], result[1]))
+        yield from _rows(subject, option, arguments, weights)
 
+
+def _rows(subject: Subject, option: str, arguments: Any, weights: Any) -> Iterator[Row]:
     def loss(values: Any) -> float:
-        return _weighted(run(values["inputs"], None, values["initial_state"]), weights)
+        out, state = subject.call(subject.serial, values["inputs"], None, values["initial_state"])
+        return float(_weighted((by_option(out)[option], state), weights, np))
 
-    serial = gradient_function(subject, subject.serial)(arguments, weights)
-    by_name = _named(serial)
-    for name, gradient in by_name.items():
+    serial = _named(gradient_function(subject, subject.serial, option)(arguments, weights))
+    for name, gradient in serial.items():
         error = _finite_difference_error(loss, arguments, name, gradient, subject.options.seed)
-        yield _row(subject, f"serial against finite differences: {name}", error, FINITE_DIFFERENCE)
+        case = f"serial against finite differences: {name}"
+        yield subject.row("gradients", case, error, FINITE_DIFFERENCE, option=option)
     if subject.short_scan is None:
         return
-    scan = _named(gradient_function(subject, subject.short_scan)(arguments, weights))
-    for name, gradient in by_name.items():
+    scan = _named(gradient_function(subject, subject.short_scan, option)(arguments, weights))
+    for name, gradient in serial.items():
         error = relative_error(scan[name], gradient)
-        yield _row(subject, f"{subject.short_scan.label} against serial: {name}", error, GRADIENT)
+        yield subject.row(
+            "gradients", f"{subject.short_scan.label} against serial: {name}", error, GRADIENT, option=option
+        )
 
 
-def gradient_function(subject: Subject, form: Form) -> Callable[..., Any]:
+def gradient_function(subject: Subject, form: Form, option: str) -> Callable[..., Any]:
     """`(arguments, weights, segment_ids=None) -> gradients of arguments`; arguments: inputs and, or None, initial_state."""
 
     def loss(arguments: Any, weights: Any, segment_ids: Any = None) -> Any:
-        result = subject.apply(form, arguments["inputs"], segment_ids, arguments["initial_state"])
-        return _weighted(result, weights)
+        out, state = subject.apply(form, arguments["inputs"], segment_ids, arguments["initial_state"])
+        return _weighted((by_option(out)[option], state), weights, jnp)
 
-    return jax.jit(jax.grad(loss))
+    return compile_fast(jax.grad(loss))
 
 
 def random_weights(subject: Subject, result: Any) -> Any:
@@ -57,20 +65,19 @@ def random_weights(subject: Subject, result: Any) -> Any:
     return jax.tree.map(lambda x: rng.standard_normal(x.shape), result)
 
 
-def _weighted(result: Any, weights: Any) -> Any:
-    products = jax.tree.map(lambda x, w: jnp.vdot(w, x), result, weights)
-    return sum(jax.tree.leaves(products))
+def _weighted(result: Any, weights: Any, numpy: Any) -> Any:
+    return sum(numpy.vdot(w, x) for x, w in zip(jax.tree.leaves(result), jax.tree.leaves(weights), strict=True))
 
 
 def _finite_difference_error(
-    loss: Callable[[Any], Any], arguments: Any, name: str, gradient: np.ndarray, seed: int
+    loss: Callable[[Any], float], arguments: Any, name: str, gradient: np.ndarray, seed: int
 ) -> float:
     """Central differences in random directions of one argument, against the gradient's inner products with them."""
     rng = np.random.default_rng([seed, 3])
     slopes, products = [], []
     for _ in range(DIRECTIONS):
         direction = rng.standard_normal(gradient.shape)
-        ahead, behind = (float(loss(_moved(arguments, name, sign * STEP * direction))) for sign in (1.0, -1.0))
+        ahead, behind = (loss(_moved(arguments, name, sign * STEP * direction)) for sign in (1.0, -1.0))
         slopes.append((ahead - behind) / (2.0 * STEP))
         products.append(np.vdot(gradient, direction))
     return relative_error(np.asarray(products), np.asarray(slopes))
@@ -88,8 +95,3 @@ def _name(path: Any) -> str:
     """The argument's name: q, or initial_state.S."""
     kind, *rest = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
     return ".".join(rest if kind == "inputs" else [kind, *rest])
-
-
-def _row(subject: Subject, case: str, error: float, tolerance: float) -> Row:
-    mixer = subject.mixer
-    return Row(mixer=mixer.name, option=mixer.option, check="gradients", case=case, error=error, tolerance=tolerance)

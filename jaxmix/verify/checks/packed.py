@@ -11,83 +11,88 @@ import numpy as np
 from jaxmix.verify.checks.gradients import gradient_function, random_weights
 from jaxmix.verify.options import EXACT, TOLERANCE
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Subject, document_length, segment_layout
+from jaxmix.verify.subject import Form, Subject, by_option, document_length, segment_layout
 
 
 def packed(subject: Subject) -> Iterator[Row]:
-    """Two documents a row, padding between, behind, in front and inside, NaN in the padded inputs."""
+    """Two documents a row, padding between, behind, in front and inside, NaN in the padded inputs.
+
+    Gradients are compared under `options.full` only.
+    """
     if not subject.mixer.segments:
         return
     ids = segment_layout(subject.options)
     inputs = subject.inputs()
-    holes = {name: _fill(inputs[name], ids == 0, np.nan) for name in subject.per_token(inputs)}
-    packed_inputs = {**inputs, **holes}
+    holed = subject.mix(ids == 0, inputs, np.nan)
     for form in subject.key_forms:
-        yield from _outputs(subject, form, inputs, packed_inputs, ids)
-        yield from _gradients(subject, form, inputs, packed_inputs, ids)
+        out, state = subject.call(form, holed, ids)
+        yield from _outputs(subject, form, inputs, ids, (out, state))
+        yield from _isolation(subject, form, holed, ids, (out, state))
+        if subject.options.full:
+            for option, x in by_option(out).items():
+                weights = random_weights(subject, (x, state))
+                yield from _gradients(subject, form, option, holed, ids, weights)
 
 
-def _outputs(subject: Subject, form: Form, inputs: Any, packed_inputs: Any, ids: np.ndarray) -> Iterator[Row]:
-    tolerance = _tolerance(subject, form)
-    run = subject.compiled(form)
-    out, state = (jax.tree.map(np.asarray, x) for x in run(packed_inputs, ids))
-    expected = np.zeros_like(out)
+def _outputs(subject: Subject, form: Form, inputs: Any, ids: np.ndarray, result: Any) -> Iterator[Row]:
+    """The documents by themselves, each with padding behind it."""
+    size, shape = document_length(subject.options), ids.shape
+    alone_ids = np.broadcast_to(np.arange(shape[1]) < size, shape).astype(np.int32)
+    expected = jax.tree.map(np.zeros_like, result[0])
+    last_state = None
     for document in (1, 2):
-        where = _positions(ids, document)
-        alone, last_state = run(subject.take(inputs, where))
-        if expected[where].shape == alone.shape:
-            expected[where] = alone
-    yield _row(subject, f"{form.label}: outputs, 0 at padding", relative_error(out, expected), tolerance)
-    yield _row(subject, f"{form.label}: final state", relative_error(state, last_state), tolerance)
+        rows, columns = _positions(ids, document)
+        moved = np.zeros(shape, int)
+        moved[:, :size] = columns
+        alone, last_state = subject.call(form, subject.take(inputs, (np.arange(shape[0])[:, None], moved)), alone_ids)
+        for whole, piece in zip(jax.tree.leaves(expected), jax.tree.leaves(alone), strict=True):
+            whole[rows, columns] = piece[:, :size]
+    for option, x in by_option(result[0]).items():
+        error = relative_error(x, by_option(expected)[option])
+        case = f"{form.label}: outputs against separate documents, 0 at padding"
+        yield subject.row("packed", case, error, _tolerance(subject, form), option=option)
+    error = relative_error(result[1], last_state)
+    case = f"{form.label}: final state against the last document"
+    yield subject.row("packed", case, error, _tolerance(subject, form))
 
+
+def _isolation(subject: Subject, form: Form, holed: Any, ids: np.ndarray, result: Any) -> Iterator[Row]:
+    """Document 2 must not move by a bit when document 1 and the initial state are others."""
     other = subject.inputs(stream=1)
-    names = subject.per_token(inputs)
-    changed = {**packed_inputs, **{n: np.where(_mask(ids == 1, inputs[n]), other[n], packed_inputs[n]) for n in names}}
-    moved_out, moved_state = run(changed, ids)
+    other_state = subject.call(subject.serial, other)[1]
+    changed, state = subject.call(form, subject.mix(ids == 1, holed, other), ids, other_state)
     second = _positions(ids, 2)
-    error = relative_error((np.asarray(moved_out)[second], moved_state), (out[second], state))
-    yield _row(subject, f"{form.label}: document 2, bit for bit, when document 1 changes", error, 0.0)
+    case = f"{form.label}: document 2, bit for bit, when document 1 and the initial state change"
+    for option, x in by_option(changed).items():
+        error = relative_error((x[second], state), (by_option(result[0])[option][second], result[1]))
+        yield subject.row("packed", case, error, 0.0, option=option)
 
 
-def _gradients(subject: Subject, form: Form, inputs: Any, packed_inputs: Any, ids: np.ndarray) -> Iterator[Row]:
-    gradient = gradient_function(subject, form)
-    out_weights, state_weights = random_weights(subject, subject.compiled(form)(packed_inputs, ids))
-    got = gradient({"inputs": packed_inputs, "initial_state": None}, (out_weights, state_weights), ids)["inputs"]
-    expected = {name: np.zeros_like(x) for name, x in inputs.items()}
+def _gradients(
+    subject: Subject, form: Form, option: str, holed: Any, ids: np.ndarray, weights: Any
+) -> Iterator[Row]:
+    gradient = gradient_function(subject, form, option)
+    got = gradient({"inputs": holed, "initial_state": None}, weights, ids)["inputs"]
+    tokens = subject.per_token(holed)
+    expected = {name: np.zeros_like(x) for name, x in holed.items()}
     for document in (1, 2):
         where = _positions(ids, document)
-        weights = (out_weights[where], jax.tree.map(lambda w: w * (document == 2), state_weights))  # noqa: B023
-        arguments = {"inputs": subject.take(inputs, where), "initial_state": None}
-        alone = gradient(arguments, weights)["inputs"]
+        kept = float(document == 2)
+        own = (weights[0][where], jax.tree.map(lambda w, kept=kept: kept * w, weights[1]))
+        alone = gradient({"inputs": subject.take(holed, where), "initial_state": None}, own)["inputs"]
         for name, x in alone.items():
-            if name in subject.per_token(inputs):
-                expected[name][where] = x
-            else:
-                expected[name] += x
+            expected[name][where if name in tokens else ...] += np.asarray(x)
     for name, reference in expected.items():
         error = relative_error(got[name], reference)
-        yield _row(subject, f"{form.label}: gradient of {name}, 0 at padding", error, _tolerance(subject, form))
+        case = f"{form.label}: gradient of {name} against separate documents, 0 at padding"
+        yield subject.row("packed", case, error, _tolerance(subject, form), option=option)
 
 
 def _positions(ids: np.ndarray, document: int) -> tuple[np.ndarray, np.ndarray]:
     """Index arrays [B, tokens] of one document in every row."""
-    size = np.count_nonzero(ids[0] == document)
     rows, columns = np.nonzero(ids == document)
-    return rows.reshape(-1, size), columns.reshape(-1, size)
-
-
-def _mask(where: np.ndarray, like: np.ndarray) -> np.ndarray:
-    return where.reshape(*where.shape, *(1,) * (like.ndim - 2))
-
-
-def _fill(x: np.ndarray, where: np.ndarray, value: float) -> np.ndarray:
-    return np.where(_mask(where, x), value, x)
+    return rows.reshape(ids.shape[0], -1), columns.reshape(ids.shape[0], -1)
 
 
 def _tolerance(subject: Subject, form: Form) -> float:
     return EXACT if form == subject.serial else TOLERANCE["float64"]
-
-
-def _row(subject: Subject, case: str, error: float, tolerance: float) -> Row:
-    mixer = subject.mixer
-    return Row(mixer=mixer.name, option=mixer.option, check="packed", case=case, error=error, tolerance=tolerance)

@@ -2,64 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmix.verify.options import EXACT, TOLERANCE
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Subject
+from jaxmix.verify.subject import Form, Inputs, Subject, by_option
+
+Result = tuple[Any, Any]
 
 
 def split(subject: Subject) -> Iterator[Row]:
-    """A stream of 2 T tokens: one pass, two halves, a half and then single tokens, and scan handing on to serial."""
-    first, second, whole, tokens = _stream(subject)
+    """A stream that continues another: one pass, two calls, token by token, and a scan that hands on to serial."""
+    inputs = subject.inputs()
+    state = subject.call(subject.serial, subject.inputs(stream=1))[1]
+    whole = {form: subject.call(form, inputs, None, state) for form in subject.key_forms}
+    halves = {form: _halves(subject, form, form, inputs, state) for form in subject.key_forms}
     for form in subject.key_forms:
-        tolerance = EXACT if form == subject.serial else TOLERANCE["float64"]
-        run = subject.compiled(form)
-        expected = run(whole)
-        out, state = run(first)
-        halves = run(second, None, state)
-        steps = _stepper(subject, form, tokens)(second, state)
-        ways = {"two halves": halves, "a half, then token by token": steps}
-        if form != subject.serial:
-            ways["a half by scan, the rest by serial"] = subject.compiled(subject.serial)(second, None, state)
-        for way, (rest, final) in ways.items():
-            joined = np.concatenate([out, rest], axis=1)
-            yield _row(subject, f"{form.label}: {way}, outputs", relative_error(joined, expected[0]), tolerance)
-            yield _row(subject, f"{form.label}: {way}, final state", relative_error(final, expected[1]), tolerance)
+        yield from _rows(subject, f"{form.label}: two calls", halves[form], whole[form], form)
+        steps = _token_by_token(subject, form, inputs, state)
+        yield from _rows(subject, f"{form.label}: token by token", steps, whole[form], form)
+    if subject.short_scan is not None:
+        mixed = _halves(subject, subject.short_scan, subject.serial, inputs, state)
+        yield from _rows(subject, "scan, then serial", mixed, whole[subject.serial], subject.short_scan)
 
 
-def _stream(subject: Subject) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], Any]:
-    """Two halves, the whole, and the names of the per-token arguments; the other arguments are those of the first."""
-    first, second = subject.inputs(), subject.inputs(stream=1)
-    tokens = subject.per_token(first)
-    second = {name: second[name] if name in tokens else x for name, x in first.items()}
-    whole = {name: np.concatenate([x, second[name]], axis=1) if name in tokens else x for name, x in first.items()}
-    return first, second, whole, tokens
+def _halves(subject: Subject, first: Form, second: Form, inputs: Inputs, state: Any) -> Result:
+    """Two calls: with segments by padding the rest (nothing to compile), without by arrays of half the length."""
+    batch, length = subject.options.batch, subject.options.length
+    early = np.broadcast_to(np.arange(length) < length // 2, (batch, length))
+    if subject.mixer.segments:
+        out, state = subject.call(first, subject.mix(~early, inputs, np.nan), early.astype(np.int32), state)
+        rest, state = subject.call(second, subject.mix(early, inputs, np.nan), (~early).astype(np.int32), state)
+        return jax.tree.map(np.add, out, rest), state
+    out, state = subject.call(first, subject.take(inputs, np.s_[:, : length // 2]), None, state)
+    rest, state = subject.call(second, subject.take(inputs, np.s_[:, length // 2 :]), None, state)
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=1), out, rest), state
 
 
-def _stepper(subject: Subject, form: Form, tokens: tuple[str, ...]) -> Callable[..., tuple[Any, Any]]:
-    """The form applied to one token at a time, as a generating loop does; state in, state out, of one type."""
-
-    def steps(inputs: Mapping[str, Any], state: Any) -> tuple[Any, Any]:
-        constants = {name: x for name, x in inputs.items() if name not in tokens}
-
-        def step(state: Any, token: dict[str, Any]) -> tuple[Any, Any]:
-            one = {name: x[:, None] for name, x in token.items()}
-            out, state = subject.apply(form, {**one, **constants}, None, state)
-            return state, out[:, 0]
-
-        stream = {name: jnp.moveaxis(inputs[name], 1, 0) for name in tokens}
-        final, out = jax.lax.scan(step, state, stream)
-        return jnp.moveaxis(out, 0, 1), final
-
-    return jax.jit(steps)
+def _token_by_token(subject: Subject, form: Form, inputs: Inputs, state: Any) -> Result:
+    """As a generating loop does: one token a call, the state handed on."""
+    outputs = []
+    for t in range(subject.options.length):
+        out, state = subject.compiled(form)(subject.take(inputs, np.s_[:, t : t + 1]), None, state)
+        outputs.append(out)
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *outputs), state
 
 
-def _row(subject: Subject, case: str, error: float, tolerance: float) -> Row:
-    mixer = subject.mixer
-    return Row(mixer=mixer.name, option=mixer.option, check="split", case=case, error=error, tolerance=tolerance)
+def _rows(subject: Subject, way: str, result: Result, expected: Result, form: Form) -> Iterator[Row]:
+    tolerance = EXACT if form == subject.serial else TOLERANCE["float64"]
+    for option, out in by_option(result[0]).items():
+        error = relative_error(out, by_option(expected[0])[option])
+        yield subject.row("split", f"{way} against one pass: outputs", error, tolerance, option=option)
+    error = relative_error(result[1], expected[1])
+    yield subject.row("split", f"{way} against one pass: final state", error, tolerance)
