@@ -53,7 +53,9 @@ class Chunks:
         if log_decay is not None:
             cumulative = LogDecay.accumulate(split_chunks(log_decay[..., None], size)[..., 0])
         if segments is not None:
-            run = jnp.cumsum(split_chunks(segments.reset[..., None, None], size)[:, :, 0, :, 0], axis=-1, dtype=jnp.int32)
+            run = jnp.cumsum(
+                split_chunks(segments.reset[..., None, None], size)[:, :, 0, :, 0], axis=-1, dtype=jnp.int32
+            )
         return cls(cumulative, run, size, sequence_axis)
 
     def scores(self, q: Array, k: Array, *, power: int = 1, strict: bool = False) -> Array:

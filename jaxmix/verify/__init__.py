@@ -1,8 +1,8 @@
 """Check that a mixer is what it says: every form, gradient, split, packing and operator, with numbers.
 
-`verify(options)` checks the mixers of jaxmix (the command `jaxmix verify`); `verify_mixer(mixer, options)` runs the same
-checks on yours. Everything is compared with the serial form in float64, and that with an explicit sum. The float64 mode is
-switched on for the duration of the checks only. A mixer of one's own:
+`verify(options)` checks the mixers of jaxmix (the command `jaxmix verify`); `verify_mixer(mixer, options)` runs the
+same checks on yours. Everything is compared with the serial form in float64, and that with an explicit sum. The float64
+mode is switched on for the duration of the checks and in their threads only. A mixer of one's own:
 
     >>> import functools
     >>> import jax

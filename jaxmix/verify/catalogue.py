@@ -41,9 +41,7 @@ def catalogue() -> tuple[MixerUnderTest, ...]:
             operators.HLA3Summary,
             {"exact mask": {}, "normalised": {"normalize": True}},
         ),
-        _entry(
-            hla3, explicit.hla3, operators.HLA3PrintedSummary, {"printed mask": {"mask": "printed"}}, gates=NO_GATE
-        ),
+        _entry(hla3, explicit.hla3, operators.HLA3PrintedSummary, {"printed mask": {"mask": "printed"}}, gates=NO_GATE),
         _entry(ahla, explicit.ahla, operators.AHLASummary, {"plain": {}, "normalised": {"normalize": True}}),
         _entry(
             linear_attention,
@@ -68,7 +66,9 @@ def select(names: tuple[str, ...]) -> tuple[MixerUnderTest, ...]:
     return tuple(entry for entry in entries if not names or entry.name in names)
 
 
-def mixer_inputs(rng: np.random.Generator, options: VerifyOptions, *, gate: Gate = "per token") -> dict[str, np.ndarray]:
+def mixer_inputs(
+    rng: np.random.Generator, options: VerifyOptions, *, gate: Gate = "per token"
+) -> dict[str, np.ndarray]:
     """Random q [B, T, H, D], k [B, T, G, D], v [B, T, G, E] and log_decay as `gate` says.
 
     q and k have mean 1 and standard deviation 1/2, so that the denominators of normalised mixers stay away from 0.
@@ -104,21 +104,21 @@ def _entry(
     *,
     gates: tuple[Gate, ...] = GATES,
 ) -> MixerUnderTest:
-    """An entry whose out is a dict from option to output; the state is that of the first option."""
+    """An entry that reads one state in several ways; the state is that of the first."""
 
-    def mixed(**arguments: Any) -> tuple[dict[str, Any], Any]:
-        results = {option: function(**arguments, **chosen) for option, chosen in settings.items()}
-        return {option: out for option, (out, _) in results.items()}, next(iter(results.values()))[1]
+    def mixed(**arguments: Any) -> tuple[tuple[Any, ...], Any]:
+        results = [function(**arguments, **chosen) for chosen in settings.values()]
+        return tuple(out for out, _ in results), results[0][1]
 
-    def summed(**inputs: Any) -> dict[str, Any]:
-        return {option: brute_force(**inputs, **chosen) for option, chosen in settings.items()}
+    def summed(**inputs: Any) -> tuple[Any, ...]:
+        return tuple(brute_force(**inputs, **chosen) for chosen in settings.values())
 
     makers: dict[str, InputMaker] = {
         "no decay" if gate == "none" else f"decay {gate}": functools.partial(mixer_inputs, gate=gate) for gate in gates
     }
     return MixerUnderTest(
         name=function.__name__,
-        option=next(iter(settings)),
+        read_outs=tuple(settings),
         function=mixed,
         make_inputs=makers,
         brute_force=summed,

@@ -232,7 +232,9 @@ def _ahla_rows(q: Float64, k: Float64, v: Float64) -> list[Row]:
             state,
             fault="with R decayed, E counts the decay twice, as documented",
         ),
-        row("recurrence, a = 0.9: outputs against the masked product", outputs, _explicit(explicit.ahla, q, k, v, DECAY)),
+        row(
+            "recurrence, a = 0.9: outputs against the masked product", outputs, _explicit(explicit.ahla, q, k, v, DECAY)
+        ),
         row("operator with flat R, a = 0.9: left fold against the recurrence", ours_left, state),
         row("operator with flat R, a = 0.9: left fold against right fold", ours_left, ours_right),
     ]

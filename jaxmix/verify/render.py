@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,53 +19,43 @@ def render(report: Report, *, details: bool = False) -> RenderableType:
         report: What `verify` or `verify_mixer` returned.
         details: One line for every comparison, instead of one for the worst of each option and check.
     """
-    tables = [
-        _table(mixer, list(rows), details=details)
-        for mixer, rows in itertools.groupby(sorted(report.rows, key=lambda row: row.mixer), lambda row: row.mixer)
-    ]
-    parts: list[RenderableType] = [*tables]
+    parts: list[RenderableType] = []
+    for mixer in dict.fromkeys(row.mixer for row in report.rows):
+        parts.append(_table(mixer, [row for row in report.rows if row.mixer == mixer], details=details))
     if report.failures and not details:
-        parts.append(_table("Failures", list(report.failures), details=True))
+        parts.append(_table("failures", report.failures, details=True))
     parts.append(Text(report.summary, style="bold green" if report.ok else "bold red"))
     return Group(*parts)
 
 
-def _table(title: str, rows: list[Row], *, details: bool) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
+def _table(title: str, rows: Sequence[Row], *, details: bool) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("option", "check", "comparison" if details else "worst comparison"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading == "option")
     for heading in ("error", "tolerance", "passed", "verdict"):
         table.add_column(heading, justify="right", no_wrap=True)
-    if details:
-        groups = [[row] for row in rows]
-    else:
-        keys = dict.fromkeys((row.option, row.check) for row in rows)
-        groups = [[row for row in rows if (row.option, row.check) == key] for key in keys]
-    previous = ""
-    for group in groups:
-        worst = max(group, key=_badness)
-        if worst.option != previous:
-            table.add_section()
-        _add(table, worst, group, option=worst.option if worst.option != previous else "")
-        previous = worst.option
+    for option in dict.fromkeys(row.option for row in rows):
+        own = [row for row in rows if row.option == option]
+        checks = dict.fromkeys(row.check for row in own)
+        groups = [[row] for row in own] if details else [[row for row in own if row.check == check] for check in checks]
+        for at, group in enumerate(groups):
+            _add(table, option if at == 0 else "", group, last=at == len(groups) - 1)
     return table
 
 
-def _add(table: Table, worst: Row, group: Iterable[Row], *, option: str) -> None:
-    group = list(group)
+def _add(table: Table, option: str, group: Sequence[Row], *, last: bool) -> None:
+    worst = max(group, key=_badness)
     passed = sum(row.passed for row in group)
     good = passed == len(group)
-    case = Text(worst.case)
-    if worst.note:
-        case.append(f" ({worst.note})", style="italic")
     table.add_row(
         option,
         worst.check,
-        case,
+        Text.assemble(worst.case, (f" ({worst.note})" if worst.note else "", "italic")),
         f"{worst.error:.1e}",
         f"{'>' if worst.expect == 'above' else '≤'} {worst.tolerance:.0e}",
         f"{passed}/{len(group)}",
         Text("pass" if good else "FAIL", style="green" if good else "bold red"),
+        end_section=last,
     )
 
 

@@ -31,8 +31,7 @@ class MixerUnderTest:
         function: The mixer, called as `function(**inputs, segment_ids=..., initial_state=..., implementation=...,
             chunk_size=...)`; returns (out, final_state), out [B, T, ...]. `implementation` is "serial" or "scan",
             `chunk_size` an int, `segment_ids` None or int32 [B, T] with 0 = padding, `initial_state` None or a state
-            that the function returned. Several ways to read one state can be verified at once: out is then a dict from
-            the name of the option to its array; the gradient is that of the last, under `options.full` of each.
+            that the function returned.
         make_inputs: `make_inputs(rng, options)` returns the array arguments by name, as numpy float64. Several ways to
             call one mixer (with and without gates, say) are a mapping from a label to such a function; the last is used
             for gradients, split, packed, causality and the operator, so put the richest last.
@@ -42,7 +41,10 @@ class MixerUnderTest:
         operator: Summary class with `token_summary(**inputs)`, `combine(a, b)`, `identity(shape, key_size, value_size,
             dtype)` and, optionally, `read(q)`; see `jaxmix.operators`. Inputs are q, k, v with as many key/value heads
             as query heads, and what else `make_inputs` returns.
-        option: The option that was checked, shown in the report beside the rows about the state.
+        option: The option that is checked, shown in the report.
+        read_outs: Names of options that read one and the same state, verified together to save compilation: `function`
+            and `brute_force` then return a tuple of outs in this order. Gradients are those of the last, under
+            `options.full` those of each; an operator's `read` belongs to the first.
         segments: Whether `segment_ids` is served.
         implementations: Which of "serial" and "scan" the function has; "serial" is required.
         fresh_state: From a state of jax.ShapeDtypeStruct to the state of a stream that has seen nothing; default zeros.
@@ -56,6 +58,7 @@ class MixerUnderTest:
     brute_force: Callable[..., Any] | None = None
     operator: type | None = None
     option: str = ""
+    read_outs: tuple[str, ...] = ()
     segments: bool = True
     implementations: tuple[str, ...] = (SERIAL, SCAN)
     fresh_state: Callable[[Any], Any] | None = None
@@ -66,6 +69,8 @@ class MixerUnderTest:
                 f"implementations: expected ('serial',) or ('serial', 'scan'), got {self.implementations}; "
                 "the serial form is what everything is compared with"
             )
+        if self.option and self.read_outs:
+            raise ValueError(f"option: expected none beside read_outs {self.read_outs}, got {self.option!r}")
         if not self.input_makers:
             raise ValueError("make_inputs: expected a function or a mapping with at least one, got an empty mapping")
 
@@ -180,20 +185,20 @@ class Subject:
         gates = self.mixer.float32_arguments
         return {name: jnp.asarray(x, gate if name in gates else dtype) for name, x in inputs.items()}
 
-    def row(self, check: CheckName, case: str, error: float, tolerance: float, *, option: str = "") -> Row:
-        """A row of the report about this mixer."""
-        option = option or self.mixer.option
+    def by_option(self, out: Any) -> dict[str, Any]:
+        """The outputs by option."""
+        return dict(zip(self.mixer.read_outs, out, strict=True)) if self.mixer.read_outs else {self.mixer.option: out}
+
+    def row(self, check: CheckName, case: str, error: float, tolerance: float, *, option: str | None = None) -> Row:
+        """A row of the report about this mixer; without an option, about the state, beside the first read-out."""
+        if option is None:
+            option = (self.mixer.read_outs or (self.mixer.option,))[0]
         return Row(mixer=self.mixer.name, option=option, check=check, case=case, error=error, tolerance=tolerance)
 
 
 def compile_fast(function: Callable[..., Any]) -> Callable[..., Any]:
     """jax.jit with little optimisation where the backend is a CPU."""
     return jax.jit(function, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)
-
-
-def by_option(out: Any) -> dict[str, Any]:
-    """The outputs by option; an out that is one array has the option ""."""
-    return dict(out) if isinstance(out, Mapping) else {"": out}
 
 
 def segment_layout(options: VerifyOptions) -> np.ndarray:

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
 from jaxmix.arrays import Array, einsum, fail

@@ -93,9 +93,7 @@ class HLA3Summary:
     def identity(cls, shape: tuple[int, ...], key_size: int, value_size: int, dtype: Dtype = jnp.float32) -> Self:
         """The summary of an empty segment with leading axes `shape`."""
         square, matrix, vector = _zeros(shape, key_size, value_size, dtype)
-        return cls(
-            square, square, matrix, vector, matrix, vector, square, matrix, vector, rho=jnp.ones(shape, dtype)
-        )
+        return cls(square, square, matrix, vector, matrix, vector, square, matrix, vector, rho=jnp.ones(shape, dtype))
 
     @staticmethod
     def combine(a: "HLA3Summary", b: "HLA3Summary") -> "HLA3Summary":

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmix.verify.options import EXACT
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Subject, by_option
+from jaxmix.verify.subject import Form, Subject
 
 POSITIONS = 8
 
@@ -29,11 +29,11 @@ def _worst(subject: Subject, form: Form) -> dict[str, tuple[float, bool]]:
     length = subject.options.length
     positions = np.unique(np.linspace(0, length - 2, min(POSITIONS, length - 1)).astype(int))
     before, other = subject.inputs(), subject.inputs(stream=1)
-    reference = by_option(subject.call(form, before)[0])
+    reference = subject.by_option(subject.call(form, before)[0])
     worst = dict.fromkeys(reference, (0.0, False))
     for t in positions:
         later = np.broadcast_to(np.arange(length) > t, (subject.options.batch, length))
-        changed = by_option(subject.call(form, subject.mix(later, before, other))[0])
+        changed = subject.by_option(subject.call(form, subject.mix(later, before, other))[0])
         for option, (error, moved) in worst.items():
             out, expected = changed[option], reference[option]
             error = max(error, relative_error(out[:, : t + 1], expected[:, : t + 1]))

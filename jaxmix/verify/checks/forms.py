@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmix.verify.options import EXACT, TOLERANCE
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Inputs, Subject, by_option, segment_layout
+from jaxmix.verify.subject import Form, Inputs, Subject, segment_layout
 
 EXPLICIT_TOKENS = 32
 
@@ -57,8 +57,8 @@ def _compare(
             with jax.enable_x64(False):
                 out, final = subject.compiled(form, fast=False)(subject.cast(inputs, dtype), segment_ids)
         case = f"{where}{form.label}, {dtype}"
-        for option, x in by_option(out).items():
-            error = relative_error(x, by_option(reference)[option])
+        for option, x in subject.by_option(out).items():
+            error = relative_error(x, subject.by_option(reference)[option])
             yield subject.row("forms", f"{case}: outputs", error, tolerance, option=option)
         yield subject.row("forms", f"{case}: final state", relative_error(final, state), tolerance)
         yield from _against_explicit(subject, case, out, explicit, tolerance)
@@ -74,8 +74,8 @@ def _runner(subject: Subject, label: str) -> Callable[[Form, Inputs, Any], tuple
 def _against_explicit(subject: Subject, case: str, out: Any, explicit: Any, tolerance: float) -> Iterator[Row]:
     if explicit is None:
         return
-    for option, x in by_option(explicit).items():
-        error = relative_error(by_option(out)[option][:, :EXPLICIT_TOKENS], x)
+    for option, x in subject.by_option(explicit).items():
+        error = relative_error(subject.by_option(out)[option][:, :EXPLICIT_TOKENS], x)
         yield subject.row("explicit sum", case, error, tolerance, option=option)
 
 
@@ -90,19 +90,17 @@ def _explicit(subject: Subject, inputs: Inputs, segment_ids: np.ndarray | None) 
     return by_segment(subject.mixer.brute_force, head, tokens, segment_ids[:, :EXPLICIT_TOKENS])
 
 
-def by_segment(
-    function: Callable[..., Any], inputs: Inputs, per_token: Sequence[str], segment_ids: np.ndarray
-) -> Any:
+def by_segment(function: Callable[..., Any], inputs: Inputs, per_token: Sequence[str], segment_ids: np.ndarray) -> Any:
     """Call `function` on every segment of every row by itself and put the outputs back; padding gives 0.
 
     Args:
-        function: Called with the inputs, batch 1, of one segment; returns out [1, tokens, ...] or a dict of such.
+        function: Called with the inputs, batch 1, of one segment; returns out [1, tokens, ...] or a tuple of such.
         inputs: Arrays by name.
         per_token: Names of the inputs laid out [B, T, ...].
         segment_ids: Int [B, T], 0 = padding. Padding does not end a segment; a change of the id does.
 
     Returns:
-        Out [B, T, ...] or a dict of such.
+        Out [B, T, ...] or a tuple of such.
 
     Raises:
         ValueError: when there is nothing but padding.

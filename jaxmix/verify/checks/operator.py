@@ -13,7 +13,7 @@ import numpy as np
 from jaxmix.verify.errata import left_fold, right_fold
 from jaxmix.verify.options import EXACT
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Subject, by_option, compile_fast
+from jaxmix.verify.subject import Subject, compile_fast
 
 FOLDED_TOKENS = 16
 TREES = 4
@@ -41,7 +41,8 @@ def operator(subject: Subject) -> Iterator[Row]:
     trees = [random_tree(combine, tokens, rng) for _ in range(TREES)]
     yield row(f"{TREES} random trees against left fold", max(relative_error(tree, left) for tree in trees))
     sizes = inputs["k"].shape[-1], inputs["v"].shape[-1]
-    identity = kind.identity((subject.options.batch, *inputs["q"].shape[2:-1]), *sizes, dtype=jnp.float64)
+    leading = (subject.options.batch, *inputs["q"].shape[2:-1])
+    identity = compile_fast(lambda: kind.identity(leading, *sizes, dtype=jnp.float64))()
     error = max(relative_error(combine(identity, left), left), relative_error(combine(left, identity), left))
     yield row("identity on either side", error)
     out, state = alike.compiled(alike.serial)(inputs)
@@ -50,8 +51,8 @@ def operator(subject: Subject) -> Iterator[Row]:
         error = max(relative_error(getattr(left, name), getattr(state, name)) for name in shared)
         yield row(f"left fold against the serial final state ({', '.join(shared)})", error)
     if hasattr(kind, "read"):
-        numerator, _ = left.read(jnp.asarray(inputs["q"][:, length - 1]))
-        first = next(iter(by_option(out).values()))
+        numerator, _ = compile_fast(kind.read)(left, inputs["q"][:, length - 1])
+        first = next(iter(subject.by_option(out).values()))
         yield row("read of the left fold against the serial output", relative_error(numerator, first[:, -1]))
 
 

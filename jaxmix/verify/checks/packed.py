@@ -11,7 +11,7 @@ import numpy as np
 from jaxmix.verify.checks.gradients import gradient_function, random_weights
 from jaxmix.verify.options import EXACT, TOLERANCE
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Subject, by_option, document_length, segment_layout
+from jaxmix.verify.subject import Form, Subject, document_length, segment_layout
 
 
 def packed(subject: Subject) -> Iterator[Row]:
@@ -29,7 +29,7 @@ def packed(subject: Subject) -> Iterator[Row]:
         yield from _outputs(subject, form, inputs, ids, (out, state))
         yield from _isolation(subject, form, holed, ids, (out, state))
         if subject.options.full:
-            for option, x in by_option(out).items():
+            for option, x in subject.by_option(out).items():
                 weights = random_weights(subject, (x, state))
                 yield from _gradients(subject, form, option, holed, ids, weights)
 
@@ -47,8 +47,8 @@ def _outputs(subject: Subject, form: Form, inputs: Any, ids: np.ndarray, result:
         alone, last_state = subject.call(form, subject.take(inputs, (np.arange(shape[0])[:, None], moved)), alone_ids)
         for whole, piece in zip(jax.tree.leaves(expected), jax.tree.leaves(alone), strict=True):
             whole[rows, columns] = piece[:, :size]
-    for option, x in by_option(result[0]).items():
-        error = relative_error(x, by_option(expected)[option])
+    for option, x in subject.by_option(result[0]).items():
+        error = relative_error(x, subject.by_option(expected)[option])
         case = f"{form.label}: outputs against separate documents, 0 at padding"
         yield subject.row("packed", case, error, _tolerance(subject, form), option=option)
     error = relative_error(result[1], last_state)
@@ -63,14 +63,12 @@ def _isolation(subject: Subject, form: Form, holed: Any, ids: np.ndarray, result
     changed, state = subject.call(form, subject.mix(ids == 1, holed, other), ids, other_state)
     second = _positions(ids, 2)
     case = f"{form.label}: document 2, bit for bit, when document 1 and the initial state change"
-    for option, x in by_option(changed).items():
-        error = relative_error((x[second], state), (by_option(result[0])[option][second], result[1]))
+    for option, x in subject.by_option(changed).items():
+        error = relative_error((x[second], state), (subject.by_option(result[0])[option][second], result[1]))
         yield subject.row("packed", case, error, 0.0, option=option)
 
 
-def _gradients(
-    subject: Subject, form: Form, option: str, holed: Any, ids: np.ndarray, weights: Any
-) -> Iterator[Row]:
+def _gradients(subject: Subject, form: Form, option: str, holed: Any, ids: np.ndarray, weights: Any) -> Iterator[Row]:
     gradient = gradient_function(subject, form, option)
     got = gradient({"inputs": holed, "initial_state": None}, weights, ids)["inputs"]
     tokens = subject.per_token(holed)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmix.verify.options import EXACT, TOLERANCE
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Inputs, Subject, by_option
+from jaxmix.verify.subject import Form, Inputs, Subject
 
 Result = tuple[Any, Any]
 
@@ -54,8 +54,8 @@ def _token_by_token(subject: Subject, form: Form, inputs: Inputs, state: Any) ->
 
 def _rows(subject: Subject, way: str, result: Result, expected: Result, form: Form) -> Iterator[Row]:
     tolerance = EXACT if form == subject.serial else TOLERANCE["float64"]
-    for option, out in by_option(result[0]).items():
-        error = relative_error(out, by_option(expected[0])[option])
+    for option, out in subject.by_option(result[0]).items():
+        error = relative_error(out, subject.by_option(expected[0])[option])
         yield subject.row("split", f"{way} against one pass: outputs", error, tolerance, option=option)
     error = relative_error(result[1], expected[1])
     yield subject.row("split", f"{way} against one pass: final state", error, tolerance)
