@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 Array = jax.Array
 Dtype = Any
@@ -40,7 +42,12 @@ def expand_to(x: Array, ndim: int) -> Array:
 
 def is_concrete(x: Any) -> bool:
     """Whether the values of `x` can be inspected now (it is not being traced)."""
-    return not isinstance(x, jax.core.Tracer)
+    return not isinstance(x, Tracer)
+
+
+def from_numpy(x: Any) -> Any:
+    """`x` as a jax array if it is a numpy array, else `x` itself."""
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def fail(argument: str, expected: str, came: Any) -> NoReturn:

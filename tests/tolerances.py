@@ -21,10 +21,20 @@ FORMS: dict[np.dtype, float] = {
 """Any form against the float64 serial recurrence, by the dtype of the inputs."""
 
 
-def rms_ratio(actual, expected) -> float:
-    """Returns ||actual - expected|| / ||expected||; 0 when both are zero, infinite when only `expected` is."""
+STRONG_DECAY_FLOOR = 1e-2
+"""Smallest RMS that errors under strong decay are relative to: a gradient that decays to nothing is what is left when
+numbers of size one cancel, and keeps their rounding."""
+
+
+def rms_ratio(actual, expected, floor: float = 0.0) -> float:
+    """Returns ||actual - expected|| / ||expected||; 0 when both are zero, infinite when only `expected` is.
+
+    A `floor` is the smallest RMS of `expected` that the error is compared with.
+    """
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    if expected.size and np.sqrt(np.mean(expected**2)) < floor:
+        return float(np.sqrt(np.mean((actual - expected) ** 2)) / floor)
     size = np.max(np.abs(expected), initial=0.0)
     if size == 0:
         return np.inf if np.any(actual) else 0.0
@@ -32,7 +42,7 @@ def rms_ratio(actual, expected) -> float:
     return float(np.linalg.norm((actual - expected) / size) / np.linalg.norm(expected / size))
 
 
-def assert_close(actual, expected, tolerance: float, label: str = "") -> None:
+def assert_close(actual, expected, tolerance: float, label: str = "", *, floor: float = 0.0) -> None:
     """Asserts, leaf by leaf of two equal pytrees, that every value is finite and the RMS ratio within tolerance."""
     leaves, structure = jax.tree.flatten_with_path(actual)
     expected_leaves, expected_structure = jax.tree.flatten(expected)
@@ -40,7 +50,7 @@ def assert_close(actual, expected, tolerance: float, label: str = "") -> None:
     for (path, leaf), wanted in zip(leaves, expected_leaves, strict=True):
         name = f"{label}{jax.tree_util.keystr(path)}"
         assert np.all(np.isfinite(np.asarray(leaf, np.float64))), f"{name} is not finite"
-        error = rms_ratio(leaf, wanted)
+        error = rms_ratio(leaf, wanted, floor)
         assert error <= tolerance, f"{name}: RMS ratio {error:.2e}, tolerance {tolerance:.0e}"
 
 

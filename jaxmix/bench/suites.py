@@ -64,12 +64,12 @@ def draw(options: BenchOptions, length: int) -> tuple[Array, Array, Array, Array
     return q, k, v, -jax.random.uniform(keys[3], shape[:3], minval=1e-3, maxval=5e-2)
 
 
-def forward(mixer: Callable[..., Any], **keywords: Any) -> Callable[..., Array]:
+def forward(mixer: Callable[..., Any], **keywords: Any) -> Any:
     """The compiled output of a mixer."""
     return jax.jit(lambda *arrays: mixer(*arrays, **keywords)[0])
 
 
-def forward_backward(mixer: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
+def forward_backward(mixer: Callable[..., Any], **keywords: Any) -> Any:
     """The compiled gradient of a mixer in all its arguments, under a fixed cotangent of ones."""
 
     def loss(*arrays: Array) -> Array:

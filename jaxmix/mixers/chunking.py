@@ -33,7 +33,7 @@ class Chunks:
     """Decays and segment borders of a chunked sequence.
 
     Attributes:
-        log_decay: log decay accumulated inside each chunk, [B, N, G, C]; None for no decay.
+        log_decay: log decay accumulated inside each chunk and segment, [B, N, G, C]; None for no decay.
         run: number of segment starts inside the chunk up to each token, [B, N, C]; None for no segments.
         size: chunk length C.
         sequence_axis: shard_map axis over which the chunks are split, or None.
@@ -50,12 +50,11 @@ class Chunks:
     ) -> "Chunks":
         """From `log_decay` [B, T, G] and `segments` of [B, T]."""
         cumulative = run = None
-        if log_decay is not None:
-            cumulative = LogDecay.accumulate(split_chunks(log_decay[..., None], size)[..., 0])
         if segments is not None:
-            run = jnp.cumsum(
-                split_chunks(segments.reset[..., None, None], size)[:, :, 0, :, 0], axis=-1, dtype=jnp.int32
-            )
+            resets = split_chunks(segments.reset[..., None, None], size)[:, :, 0, :, 0]
+            run = jnp.cumsum(resets, axis=-1, dtype=jnp.int32)
+        if log_decay is not None:
+            cumulative = LogDecay.accumulate(split_chunks(log_decay[..., None], size)[..., 0], run)
         return cls(cumulative, run, size, sequence_axis)
 
     def scores(self, q: Array, k: Array, *, power: int = 1, strict: bool = False) -> Array:

@@ -16,24 +16,29 @@ from jaxmix.arrays import Array, einsum
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogDecay:
-    """Prefix sums of log decays along the last axis, [..., C]: `high + low`."""
+    """Prefix sums of log decays inside each chunk and segment, [B, N, G, C]: `high + low`."""
 
     high: Array
     low: Array
 
     @classmethod
-    def accumulate(cls, log_decay: Array) -> "LogDecay":
-        """Inclusive prefix sums of `log_decay` [..., C], finite."""
+    def accumulate(cls, log_decay: Array, run: Array | None) -> "LogDecay":
+        """Inclusive prefix sums of finite `log_decay` [B, N, G, C], starting anew where `run` [B, N, C] steps up."""
         upto = jnp.triu(jnp.ones((log_decay.shape[-1],) * 2, log_decay.dtype))
-        high = einsum("...s,st->...t", log_decay, upto)
-        steps, rounding = _exact_difference(high, jnp.pad(high[..., :-1], _shift(high)))
+        if run is not None:
+            upto = jnp.where(run[:, :, None, :, None] == run[:, :, None, None, :], upto, 0)
+        high = einsum("...s,...st->...t", log_decay, upto)
+        previous = _previous(high)
+        if run is not None:
+            previous = jnp.where((run == _previous(run))[:, :, None], previous, 0)
+        steps, rounding = _exact_difference(high, previous)
         # Each step of the rounded sum misses what the true step holds by this much; no derivative is lost with it.
         missed = jax.lax.stop_gradient((log_decay - steps) - rounding)
-        return cls(high, einsum("...s,st->...t", missed, upto))
+        return cls(high, einsum("...s,...st->...t", missed, upto))
 
     def before(self) -> "LogDecay":
         """Exclusive prefix sums: what had accumulated before each token."""
-        return LogDecay(*(jnp.pad(x[..., :-1], _shift(x)) for x in (self.high, self.low)))
+        return LogDecay(_previous(self.high), _previous(self.low))
 
     def from_start(self) -> Array:
         """Log decay from the chunk's start to each token, [..., C]."""
@@ -49,8 +54,8 @@ class LogDecay:
         return high + (self.low[..., :, None] - earlier.low[..., None, :])
 
 
-def _shift(x: Array) -> list[tuple[int, int]]:
-    return [(0, 0)] * (x.ndim - 1) + [(1, 0)]
+def _previous(x: Array) -> Array:
+    return jnp.pad(x[..., :-1], [(0, 0)] * (x.ndim - 1) + [(1, 0)])
 
 
 def _exact_difference(a: Array, b: Array) -> tuple[Array, Array]:

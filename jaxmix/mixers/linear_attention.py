@@ -11,12 +11,12 @@ from jaxmix.mixers.chunking import Chunks
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.prefix import decayed_sum
 from jaxmix.mixers.recurrence import Output, Recurrence, run
-from jaxmix.mixers.state import State
+from jaxmix.mixers.state import RecurrentState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LinearAttentionState(State):
+class LinearAttentionState(RecurrentState):
     """P = sum c k v^T [B, Hs, D, E] and m = sum c k [B, Hs, D]; Hs as in `linear_attention`."""
 
     shared = ("P", "m")

@@ -6,30 +6,20 @@ A mixer states only its mathematics, as a subclass of `Recurrence`. Shapes insid
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxmix.arrays import Array, expand_to, fail
+from jaxmix.arrays import Array, expand_to, fail, from_numpy
 from jaxmix.mixers.chunking import Chunks, join_chunks, split_chunks
 from jaxmix.mixers.dispatch import choose
 from jaxmix.mixers.inputs import Inputs, Sizes, check_decay_sign, check_inputs, prepare_inputs
 from jaxmix.mixers.prefix import prefix_scan
-from jaxmix.mixers.state import State, check_state, group_heads, merge_heads
+from jaxmix.mixers.state import RecurrentState, check_state, group_heads, merge_heads
 
 Output = tuple[Array, Array]
 """Numerator [..., E] and denominator [...]."""
-
-
-class Summary(Protocol):
-    """What the token scan needs of an operator; see jaxmix.operators."""
-
-    @classmethod
-    def token_summary(cls, q: Array, k: Array, v: Array, log_decay: Array | None = None) -> Any: ...
-    @staticmethod
-    def combine(a: Any, b: Any) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +27,9 @@ class Recurrence:
     """The mathematics of one mixer with its options fixed; hashable, so that compiled code is reused."""
 
     name: ClassVar[str]
-    state: ClassVar[type[State]]
+    state: ClassVar[type[RecurrentState]]
     summary: ClassVar[Any]
+    """The operator of the token scan, with the methods that jaxmix.operators lists."""
 
     def step(self, state: Any, q: Array, k: Array, v: Array, a: Array) -> tuple[Any, Output]:
         """One token: q [B, G, R, D], k [B, G, D], v [B, G, E], decay a [B, G]."""
@@ -69,9 +60,7 @@ def run(
     sequence_axis: str | None,
 ) -> tuple[Array, Any]:
     """Check one call and run it; see the public mixers for the arguments."""
-    q, k, v, log_decay, segment_ids = (
-        jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v, log_decay, segment_ids)
-    )
+    q, k, v, log_decay, segment_ids = map(from_numpy, (q, k, v, log_decay, segment_ids))
     form = choose(mixer.name, implementation, chunk_size, sequence_axis)
     if normalize and not eps > 0:
         fail("eps", "a positive number", eps)

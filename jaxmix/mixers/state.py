@@ -13,15 +13,34 @@ from jaxmix.arrays import Array, Dtype, expand_to, fail
 class State:
     """Base of every mixer state. An all-zero state is a stream that has seen nothing."""
 
-    shared: ClassVar[tuple[str, ...]] = ()
-    """Fields that query heads of one key/value group share; their head axis is G instead of H."""
-
     def reset(self, where: Array) -> Self:
         """The state with the streams selected by `where` (bool, [B]) started anew."""
         batch = jax.tree.leaves(self)[0].shape[0]
         if where.shape != (batch,) or where.dtype != jnp.bool_:
             fail("where", f"bool [{batch}]", f"{where.dtype} {list(where.shape)}")
         return jax.tree.map(lambda x: jnp.where(expand_to(where, x.ndim), jnp.zeros_like(x), x), self)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentState(State):
+    """Base of the states that `jaxmix.mixers.recurrence` runs: fields [B, H, ...]."""
+
+    shared: ClassVar[tuple[str, ...]] = ()
+    """Fields that query heads of one key/value group share; their head axis is G instead of H."""
+
+    @classmethod
+    def init(
+        cls,
+        batch: int,
+        heads: int,
+        key_size: int,
+        value_size: int,
+        *,
+        shared_heads: int | None = None,
+        dtype: Dtype = jnp.float32,
+    ) -> Self:
+        """The state of streams that have seen nothing; `shared_heads` (Hs) defaults to `heads`."""
+        raise NotImplementedError
 
 
 def group_heads(state: Any, groups: int) -> Any:

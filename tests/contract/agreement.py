@@ -18,7 +18,7 @@ from tests.contract.spec import (
     take_tokens,
     zero_state,
 )
-from tests.tolerances import BRUTE_FORCE, FINITE_DIFFERENCE, FORMS, assert_close, rms_ratio
+from tests.tolerances import BRUTE_FORCE, FINITE_DIFFERENCE, FORMS, STRONG_DECAY_FLOOR, assert_close, rms_ratio
 
 F64 = np.dtype(np.float64)
 F32 = np.dtype(np.float32)
@@ -136,7 +136,7 @@ class Agreement:
         expected = evaluate(self.spec, self.spec.main, self.spec.rounded(case, dtype), SERIAL)
         for form in (SERIAL, Form("scan", 16), Form("scan", 64)):
             actual = evaluate(self.spec, self.spec.main, case, form, dtype)
-            assert_close(actual, expected, FORMS[dtype], f"{form}")
+            assert_close(actual, expected, FORMS[dtype], f"{form}", floor=STRONG_DECAY_FLOOR)
 
     def test_float32(self, variant):
         self.check_lower_precision(variant, SCAN, F32)

@@ -160,6 +160,7 @@ def precision(dtype=np.float64):
     return jax.enable_x64(dtype == np.float64)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _evaluate(case: Case, spec: MixerSpec, variant: Variant, form: Form) -> Evaluation:
     def mixer(inputs, state):
         return spec.call(variant, form, inputs, case.segment_ids, state)
@@ -168,19 +169,10 @@ def _evaluate(case: Case, spec: MixerSpec, variant: Variant, form: Form) -> Eval
     return Evaluation(out, state, *pull_back((case.out_cotangent, case.state_cotangent)))
 
 
-_as_users_compile = jax.jit(_evaluate, static_argnums=(1, 2, 3))
-# Half the time in the compiler, which is most of the time of the suite. The operations and their order stay.
-_quickly_compiled = jax.jit(_evaluate, static_argnums=(1, 2, 3), compiler_options={"xla_backend_optimization_level": 0})
-
-
 def evaluate(spec: MixerSpec, variant: Variant, case: Case, form: Form, dtype=np.float64) -> Evaluation:
-    """Returns the output, final state and all gradients of one call, as numpy arrays.
-
-    Chunked forms in float64 are compiled without optimisation: their tolerance is about the mathematics.
-    """
-    run = _quickly_compiled if dtype == np.float64 and form.implementation != "serial" else _as_users_compile
+    """Returns the output, final state and all gradients of one call, as numpy arrays."""
     with precision(dtype):
-        return jax.device_get(run(spec.cast(case, dtype), spec, variant, form))
+        return jax.device_get(_evaluate(spec.cast(case, dtype), spec, variant, form))
 
 
 def draw_case(spec: MixerSpec, variant: Variant, tokens: int = TOKENS, *, segment_ids=None, seed: int = 0) -> Case:

@@ -160,7 +160,7 @@ def test_scanned_layers_equal_the_same_layers_one_after_another():
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_recomputing_changes_no_gradient_and_saves_memory(remat):
+def test_recomputing_changes_no_gradient(remat):
     kept, _, gradients = evaluate(IDS)
     config = dataclasses.replace(HYBRID, remat=remat)
     logits, _, recomputed = evaluate(IDS, config=config)
@@ -198,11 +198,13 @@ def test_initial_values_are_those_of_the_recipe():
 
 
 def test_tied_embeddings_are_the_output_map():
-    config = dataclasses.replace(HYBRID, tie_embeddings=True, layers=(SOFTMAX,))
-    tied, untied = make(config), Decoder(dataclasses.replace(config, tie_embeddings=False), rngs=nnx.Rngs(1))
+    config = dataclasses.replace(HYBRID, layers=(SOFTMAX,), dtype="float32", param_dtype="float32")
+    tied, untied = (Decoder(dataclasses.replace(config, tie_embeddings=tie), rngs=nnx.Rngs(0)) for tie in (True, False))
     assert tied.head is None
-    with jax.enable_x64(True):
-        untied = nnx.merge(nnx.graphdef(untied), nnx.state(tied) | {"head": {"kernel": tied.embedding[...].T}})
+    nnx.update(untied, nnx.state(tied))
+    untied.head.kernel[...] = tied.embedding[...].T
+    run = nnx.jit(lambda model: model(jnp.asarray(IDS))[0])
+    assert_close(run(tied), run(untied), F32)
 
 
 def test_every_parameter_names_the_axes_it_may_be_sharded_over():
@@ -216,7 +218,7 @@ def test_every_parameter_names_the_axes_it_may_be_sharded_over():
     rules = tuple((axis, "model" if axis in ("heads", "mlp") else None) for axis in AXES)
     with nnx.logical_axis_rules(rules):
         shardings = nnx.get_named_sharding(state, mesh)
-    up = shardings["groups"][0]["blocks"][0]["mlp"]["up"]["kernel"][...]
+    up = shardings["groups"][0]["blocks"][0]["mlp"]["up"]["kernel"].get_value()
     assert up == jax.NamedSharding(mesh, jax.P(None, None, "model"))
 
 
@@ -248,14 +250,10 @@ def test_a_decoder_is_a_linen_module_through_the_bridge():
         ({"tokens": jnp.zeros((3,), jnp.int32)}, r"tokens: expected shape \[B, T\] = \[\*, \*\], got shape \[3\]"),
         ({"segment_ids": jnp.ones((2, 4), jnp.int32)}, r"segment_ids: expected shape \[B, T\] = \[2, 3\]"),
         ({"state": "empty"}, r"state: expected the structure that init_state gives"),
-        ({"state": None}, None),
     ],
 )
 def test_a_wrong_argument_is_named(change, message):
     model = make(dataclasses.replace(HYBRID, dtype="float32", param_dtype="float32"))
     arguments = {"tokens": jnp.zeros((2, 3), jnp.int32)} | change
-    if message is None:
-        assert jax.eval_shape(lambda: model(**arguments))[0].shape == (2, 3, VOCAB)
-        return
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: model(**arguments))

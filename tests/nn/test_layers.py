@@ -162,7 +162,7 @@ def test_in_bfloat16_states_and_gates_stay_float32(name):
             assert leaf.dtype == (jnp.bfloat16 if place in caches else jnp.float32), place
 
 
-@every_layer
+@pytest.mark.parametrize("name", ["hla, second order", "hla, asymmetric", "softmax attention, every option"])
 def test_bfloat16_computes_the_same(name):
     case = draw_fresh_case(name)
     kinds = {"wide": jnp.float32, "narrow": jnp.bfloat16}
@@ -182,5 +182,5 @@ def test_every_parameter_names_the_axes_it_may_be_sharded_over(name):
         assert set(axes) <= {None, *AXES}, path
     with nnx.logical_axis_rules(tuple((axis, "model" if axis == "heads" else None) for axis in AXES)):
         specs = nnx.get_partition_spec(nnx.state(layer))
-    assert specs["query"]["kernel"][...] == jax.P(None, "model")
-    assert specs["out"]["kernel"][...] == jax.P("model", None)
+    assert specs["query"]["kernel"].get_value() == jax.P(None, "model")
+    assert specs["out"]["kernel"].get_value() == jax.P("model", None)

@@ -62,7 +62,7 @@ def test_l2_normalisation_makes_unit_vectors_and_is_finite_at_zero():
 def test_initial_time_scales_are_spread_evenly_in_the_logarithm():
     scales = -1 / HeadDecay(4, (2.0, 512.0))(jnp.zeros(()))
     assert_close(scales, 2.0 ** np.array([2, 4, 6, 8]), F32)
-    assert_close(-1 / HeadDecay(1, (2.0, 512.0))(jnp.zeros(())), [32.0], F32)
+    assert_close(-1 / HeadDecay(1, (2.0, 512.0))(jnp.zeros(())), np.array([32.0]), F32)
 
 
 def test_a_data_dependent_decay_starts_as_a_decay_per_head():

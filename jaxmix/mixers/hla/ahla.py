@@ -11,12 +11,12 @@ from jaxmix.mixers.chunking import Chunks
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.linear_attention import outer, read_rows, token_decay
 from jaxmix.mixers.recurrence import Output, Recurrence, run
-from jaxmix.mixers.state import State
+from jaxmix.mixers.state import RecurrentState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AHLAState(State):
+class AHLAState(RecurrentState):
     """P = sum c k v^T [B, Hs, D, E], m = sum c k [B, Hs, D], E = sum c k (q^T P) [B, H, D, E], n [B, H, D]."""
 
     shared = ("P", "m")

@@ -1,7 +1,7 @@
 """Symmetric second-order linear attention (HLA2), ((W W^T) o L) V with W = L o (Q K^T)."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -19,13 +19,10 @@ DecayForm = Literal["masked", "printed"]
 class _HLA2(Recurrence):
     name = "hla2"
     state = HLA2State
+    summary = HLA2Summary
+    decay_form: ClassVar[DecayForm] = "masked"
     ridge: float
     masked: bool
-    decay_form: DecayForm
-
-    @property
-    def summary(self) -> Any:
-        return HLA2Summary if self.decay_form == "masked" else HLA2PrintedSummary
 
     def step(self, state: Any, q: Array, k: Array, v: Array, a: Array) -> tuple[Any, Output]:
         kc = einsum("bgd,bgrde->bgre", k, state.C)
@@ -79,6 +76,13 @@ class _HLA2(Recurrence):
 
     def read(self, state: Any, q: Array) -> Output:
         return read_hla2(state, q, ridge=self.ridge, masked=self.masked)
+
+
+class _HLA2Printed(_HLA2):
+    """The paper's decayed recurrence."""
+
+    summary = HLA2PrintedSummary
+    decay_form = "printed"
 
 
 def _apply(s: Array, c: Array) -> Array:
@@ -146,7 +150,7 @@ def hla2(
     if decay_form == "printed" and not masked:
         fail("decay_form", "'masked' with masked=False (the unmasked read-out has no G)", repr(decay_form))
     return run(
-        _HLA2(float(ridge), bool(masked), decay_form),
+        (_HLA2 if decay_form == "masked" else _HLA2Printed)(float(ridge), bool(masked)),
         q,
         k,
         v,

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxmix.arrays import Array, Dtype, einsum
 from jaxmix.mixers.linear_attention import outer, token_decay
 from jaxmix.mixers.recurrence import Output
-from jaxmix.mixers.state import State
+from jaxmix.mixers.state import RecurrentState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HLA2State(State):
-    """S = sum c k k^T [B, Hs, D, D], C = sum c q v^T [B, H, D, E], m = sum c q [B, H, D], and what causality takes away.
+class HLA2State(RecurrentState):
+    """S = sum c k k^T [B, Hs, D, D], C = sum c q v^T [B, H, D, E], m = sum c q [B, H, D], and the pairs to leave out.
 
     G [B, H, D, E] and h [B, H, D] collect k (k^T C) and k (k^T m) over the pairs with i > j, so that the masked
     output is q^T (S C - G) and its denominator q^T (S m - h).
@@ -72,7 +72,7 @@ def _empty_fields(shape: tuple[int, ...], key_size: int, value_size: int, dtype:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HLA2Summary:
-    """What a segment does to an HLA2 state: the state's fields over leading axes [...], and the decay product rho [...].
+    """What a segment does to an HLA2 state: its fields over leading axes [...], and the decay product rho [...].
 
     A then B, r = rho_B: S = r S_A + S_B, C = r C_A + C_B, G = r^2 G_A + G_B + r S_B C_A; m and h likewise with v = 1.
     """

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 from jaxmix.arrays import Array, Dtype, einsum, fail
 from jaxmix.mixers.linear_attention import outer, read_rows, token_decay
 from jaxmix.mixers.recurrence import Output
-from jaxmix.mixers.state import State
+from jaxmix.mixers.state import RecurrentState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HLA3State(State):
-    """S = sum c k k^T [B, Hs, D, D], Q = sum c q q^T [B, H, D, D], P = sum c k v^T [B, Hs, D, E], m = sum c k [B, Hs, D].
+class HLA3State(RecurrentState):
+    """The moments S = sum c k k^T, Q = sum c q q^T, P = sum c k v^T and m = sum c k, and what a query reads, F and f.
 
-    F = sum c^3 (S q)(q^T P) [B, H, D, E] and f = sum c^3 (S q)(q^T m) [B, H, D] are what a query reads.
+    F = sum c^3 (S q)(q^T P) and f = sum c^3 (S q)(q^T m). Shapes: S [B, Hs, D, D], Q [B, H, D, D], P [B, Hs, D, E],
+    m [B, Hs, D], F [B, H, D, E], f [B, H, D].
     """
 
     shared = ("S", "P", "m")
