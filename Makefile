@@ -49,7 +49,7 @@ bench: $(RUN_STAMP) ## time the mixers on this machine
 
 test: export JAX_PLATFORMS ?= cpu
 test: lint types ## lint, types and tests: what CI runs
-	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 lint: $(DEV_STAMP) ## ruff check and ruff format --check
 	@$(BIN)/ruff check .

@@ -59,6 +59,30 @@ def fail(argument: str, expected: str, came: Any) -> NoReturn:
     raise ValueError(f"{argument}: expected {expected}, got {came}")
 
 
+def check_flag(argument: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        fail(argument, "True or False", repr(value))
+
+
+def check_count(argument: str, value: Any, minimum: int = 1) -> None:
+    """Raise ValueError unless `value` is an int of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        fail(argument, f"an int of at least {minimum}", repr(value))
+
+
+def check_choice(argument: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        fail(argument, "one of " + ", ".join(repr(choice) for choice in choices), repr(value))
+
+
+def check_positive(argument: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        fail(argument, "a positive number", repr(value))
+
+
 def check_array(argument: str, x: Any, shape: str, sizes: Sequence[int | None], dtypes: Sequence[str]) -> None:
     """Check that `x` is an array with `sizes` (None accepts any size) and one of `dtypes`.
 

@@ -10,6 +10,8 @@ XLA_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimiza
 # Both are read when JAX makes its backend, which happens after this file is loaded, in every pytest-xdist worker too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join([given, *(flag for flag in XLA_FLAGS if flag.partition("=")[0] not in given)]).strip()
+os.environ["XLA_FLAGS"] = " ".join(
+    [given, *(flag for flag in XLA_FLAGS if flag.partition("=")[0] not in given)]
+).strip()
 
 pytest.register_assert_rewrite("tests.contract", "tests.tolerances")

@@ -21,7 +21,7 @@ EVERY_FILE = [
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"train", "evaluation", "generate", "verify"},
+    {"train", "evaluation", "generate", "verify", "bench"},
     {"models"},
     {"nn"},
     {"mixers", "operators"},

@@ -60,12 +60,14 @@ def comparison(result: BitsPerByte, found: Yardsticks, *, documents: int) -> Tab
     rows = [
         ("[bold]this model[/]", result.bits_per_byte, f"each token from {result.context}"),
         ("xz -9e after the training text", found.xz_after_training, "what the text adds to the compressed size"),
-        (f"byte model of order {found.best_order}", found.best_byte_model, f"counts of training text, best of {orders}"),
+        (
+            f"byte model of order {found.best_order}",
+            found.best_byte_model,
+            f"counts of training text, best of {orders}",
+        ),
         ("xz -9e", found.xz_alone, "of the validation text alone"),
     ]
-    table = Table(
-        title=f"Validation: all {result.text_bytes:,} bytes of {documents} documents", title_justify="left"
-    )
+    table = Table(title=f"Validation: all {result.text_bytes:,} bytes of {documents} documents", title_justify="left")
     table.add_column("predictor")
     table.add_column("bits per byte", justify="right")
     table.add_column("how")

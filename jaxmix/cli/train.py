@@ -1,6 +1,5 @@
 """`jaxmix train`: train a language model, then judge it; or go on with a run that was interrupted."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,5 +112,3 @@ def _read_model(word: str) -> DecoderConfig | str:
 
 def _describe(model: DecoderConfig) -> str:
     return f"{len(model.layers)}-layers-of-width-{model.d_model}"
-
-

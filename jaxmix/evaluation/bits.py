@@ -135,7 +135,9 @@ def _add_stream_bits(
         first = owners[:, start]
         begins = (first != before) & (first > 0)
         nats, state = _stream_nats(variables, tokens[part], labels[part], owners[part], state, begins, structure)
-        np.add.at(bits, owners[part][owners[part] > 0] - 1, np.asarray(nats, np.float64)[owners[part] > 0] / math.log(2))
+        np.add.at(
+            bits, owners[part][owners[part] > 0] - 1, np.asarray(nats, np.float64)[owners[part] > 0] / math.log(2)
+        )
         before = owners[part][:, -1]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from jaxmix.arrays import fail
+from jaxmix.arrays import check_count, fail
 
 Implementation = Literal["serial", "scan", "pallas"]
 IMPLEMENTATIONS = ("serial", "scan", "pallas")
@@ -17,8 +17,7 @@ def choose(mixer: str, implementation: Any, chunk_size: Any, sequence_axis: Any)
     """
     if implementation not in (*IMPLEMENTATIONS, None):
         fail("implementation", f"None or one of {IMPLEMENTATIONS}", repr(implementation))
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        fail("chunk_size", "a positive int", repr(chunk_size))
+    check_count("chunk_size", chunk_size)
     if not isinstance(sequence_axis, str | None):
         fail("sequence_axis", "None or the name of a shard_map axis", repr(sequence_axis))
     if implementation == "pallas":

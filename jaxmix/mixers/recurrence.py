@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxmix.arrays import Array, expand_to, fail, from_numpy
+from jaxmix.arrays import Array, check_flag, check_positive, expand_to, from_numpy
 from jaxmix.mixers.chunking import Chunks, join_chunks, split_chunks
 from jaxmix.mixers.dispatch import choose
 from jaxmix.mixers.inputs import Inputs, Sizes, check_decay_sign, check_inputs, prepare_inputs
@@ -62,8 +62,8 @@ def run(
     """Check one call and run it; see the public mixers for the arguments."""
     q, k, v, log_decay, segment_ids = map(from_numpy, (q, k, v, log_decay, segment_ids))
     form = choose(mixer.name, implementation, chunk_size, sequence_axis)
-    if normalize and not eps > 0:
-        fail("eps", "a positive number", eps)
+    check_flag("normalize", normalize)
+    check_positive("eps", eps)
     sizes = check_inputs(q, k, v, log_decay, segment_ids)
     check_decay_sign(log_decay, segment_ids)
     if initial_state is not None:

@@ -5,8 +5,8 @@ from typing import Any, Literal, Self
 
 import jax.numpy as jnp
 
-from jaxmix.arrays import fail
-from jaxmix.nn.config import MixerConfig, check_choice, check_count, check_flag, check_positive, known_fields
+from jaxmix.arrays import check_choice, check_count, check_flag, check_positive, fail
+from jaxmix.nn.config import MixerConfig, known_fields
 from jaxmix.nn.registry import mixer_from_dict
 
 REMATS = ("none", "dots", "full")

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmix.arrays import INPUT_DTYPES, Array, Dtype, check_array, fail
+from jaxmix.arrays import INPUT_DTYPES, Array, Dtype, check_array, check_count, fail
 from jaxmix.mixers.positions import find_places
 from jaxmix.mixers.segments import Segments, check_segment_ids, find_segments, where_valid
 from jaxmix.mixers.state import State
-from jaxmix.nn.config import MixerConfig, check_count
+from jaxmix.nn.config import MixerConfig
 from jaxmix.nn.convolution import ShortConvolution, convolve_streams
 from jaxmix.nn.norms import RMSNorm, l2_normalize
 from jaxmix.nn.parameters import projection

@@ -2,41 +2,16 @@
 
 import dataclasses
 import typing
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmix.arrays import Dtype, fail
+from jaxmix.arrays import Dtype, check_choice, check_count, check_flag, check_positive, fail
 from jaxmix.mixers.dispatch import IMPLEMENTATIONS
 
 if typing.TYPE_CHECKING:
     from jaxmix.nn.base import TokenMixer
-
-
-def check_count(name: str, value: Any, minimum: int = 1) -> None:
-    """Raise ValueError unless `value` is an int of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        fail(name, f"an int of at least {minimum}", repr(value))
-
-
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
-        fail(name, "one of " + ", ".join(repr(choice) for choice in choices), repr(value))
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a finite number above zero."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        fail(name, "a positive number", repr(value))
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a bool."""
-    if not isinstance(value, bool):
-        fail(name, "True or False", repr(value))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from jaxmix.arrays import Array, fail
+from jaxmix.arrays import Array, check_choice, check_flag, fail
 from jaxmix.mixers.hla import AHLAState, HLA2State, HLA3State, ahla, hla2, hla3
 from jaxmix.nn.base import TokenMixer
-from jaxmix.nn.config import check_choice, check_flag
 from jaxmix.nn.recurrent import RecurrentConfig, RecurrentMixer
 
 

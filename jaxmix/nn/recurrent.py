@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from flax import nnx
 
-from jaxmix.arrays import Array, fail
+from jaxmix.arrays import Array, check_choice, check_count, check_flag, check_positive, fail
 from jaxmix.mixers.state import State
 from jaxmix.nn.base import TokenMixer
-from jaxmix.nn.config import MixerConfig, check_choice, check_count, check_flag, check_positive
+from jaxmix.nn.config import MixerConfig
 from jaxmix.nn.decay import DataDecay, HeadDecay
 
 

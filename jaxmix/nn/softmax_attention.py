@@ -3,10 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxmix.arrays import Array, fail
+from jaxmix.arrays import Array, check_count, fail
 from jaxmix.mixers.softmax_attention import SoftmaxAttentionState, softmax_attention
 from jaxmix.nn.base import TokenMixer
-from jaxmix.nn.config import MixerConfig, check_count
+from jaxmix.nn.config import MixerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

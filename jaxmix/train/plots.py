@@ -80,6 +80,8 @@ def _curve(points: Sequence[tuple[int, float]], bytes_per_token: float) -> tuple
 def _smooth(values: Sequence[float], part: float = 0.03) -> list[float]:
     """An average over neighbours on both sides, `part` of the curve in all, fewer at its ends."""
     reach = max(1, round(part * len(values) / 2))
-    windows = (values[max(0, i - min(reach, i, len(values) - 1 - i)) : i + min(reach, i, len(values) - 1 - i) + 1]
-               for i in range(len(values)))
+    windows = (
+        values[max(0, i - min(reach, i, len(values) - 1 - i)) : i + min(reach, i, len(values) - 1 - i) + 1]
+        for i in range(len(values))
+    )
     return [sum(window) / len(window) for window in windows]

@@ -1,9 +1,9 @@
 """The directory of a training run: what is where, and what makes a rerun the same run.
 
-    config.json       the resolved configuration          data/             token shards and their manifest
-    tokenizer/        what text was encoded with          checkpoints/      one folder a step
-    metrics.jsonl     one line a step or evaluation       loss.png          the curve
-    yardsticks.json   what simple predictors reach        evaluation.json   what the model reached
+config.json       the resolved configuration          data/             token shards and their manifest
+tokenizer/        what text was encoded with          checkpoints/      one folder a step
+metrics.jsonl     one line a step or evaluation       loss.png          the curve
+yardsticks.json   what simple predictors reach        evaluation.json   what the model reached
 """
 
 import json

@@ -12,6 +12,7 @@ from tests.contract.spec import (
     Form,
     draw_case,
     evaluate,
+    forward,
     is_per_token,
     moved,
     state_fields,
@@ -26,7 +27,7 @@ BF16 = np.dtype(jnp.bfloat16)
 LONG = 130
 DOCUMENTS = np.array([[1] * 9 + [2] * 15, [3] * 1 + [2] * 11 + [3] * 12], np.int32)
 """Two packed rows; an id that comes back after another document is a new document."""
-SHORT_DOCUMENTS = np.array([[1, 1, 1, 2, 2, 2], [3, 0, 3, 3, 1, 3]], np.int32)
+SHORT_DOCUMENTS = np.array([[1, 1, 1, 2, 2], [3, 0, 3, 1, 3]], np.int32)
 
 STRONG_DECAYS = {
     "-80 at every step": lambda rng, shape: np.full(shape, -80.0),
@@ -68,7 +69,7 @@ class Agreement:
         case = draw_case(self.spec, variant, heads)._replace(state=zero_state(self.spec, variant))
         expected = self.spec.brute_force(case.inputs, case.segment_ids, variant)
         for form in (SERIAL, SCAN):
-            assert rms_ratio(evaluate(self.spec, variant, case, form).out, expected) <= BRUTE_FORCE
+            assert rms_ratio(forward(self.spec, variant, case, form)[0], expected) <= BRUTE_FORCE
 
     def test_scan_equals_serial_with_every_gradient(self, variant):
         case = draw_case(self.spec, variant, segment_ids=DOCUMENTS)
@@ -107,7 +108,7 @@ class Agreement:
     def test_every_length_to_sixteen(self):
         case = draw_case(self.spec, self.spec.main, TOKENS)
         for length in range(1, 17):
-            actual = evaluate(self.spec, self.spec.main, take_tokens(case, 0, length), Form("scan", 4))
+            actual = evaluate(self.spec, self.spec.main, take_tokens(case, 0, length), Form("scan", 8))
             expected = padded_serial(self.spec, self.spec.main, case, length)
             assert_close(actual, expected, FORMS[F64], f"T = {length}")
 
@@ -118,11 +119,10 @@ class Agreement:
             expected = padded_serial(self.spec, self.spec.main, case, length)
             assert_close(actual, expected, FORMS[F64], f"T = {length}")
 
-    @pytest.mark.parametrize("chunk_size", [17, 64])
-    def test_a_thousand_tokens(self, chunk_size):
+    def test_a_thousand_tokens(self):
         case = draw_case(self.spec, self.spec.main, 1000)
         expected = evaluate(self.spec, self.spec.main, case, SERIAL)
-        assert_close(evaluate(self.spec, self.spec.main, case, Form("scan", chunk_size)), expected, FORMS[F64])
+        assert_close(evaluate(self.spec, self.spec.main, case, Form("scan")), expected, FORMS[F64])
 
     @pytest.mark.parametrize("decay", STRONG_DECAYS)
     @pytest.mark.parametrize("dtype", [F64, F32], ids=str)

@@ -132,13 +132,20 @@ class MixerSpec:
         return {name: jnp.asarray(x, gate_dtype(dtype) if name in self.gates else dtype) for name, x in inputs.items()}
 
     def cast(self, case: Case, dtype) -> Case:
-        """Returns the case in `dtype`; gates and states in float32 or better."""
-        as_state = functools.partial(jnp.asarray, dtype=gate_dtype(dtype))
+        """Returns the case as numpy arrays in `dtype`; gates and states in float32 or better."""
+
+        def as_state(x):
+            return np.asarray(x, gate_dtype(dtype))
+
         return Case(
-            inputs=self.cast_inputs(case.inputs, dtype),
-            segment_ids=jnp.asarray(case.segment_ids, jnp.int32),
+            inputs={
+                name: as_state(x) if name in self.gates else np.asarray(x, dtype) for name, x in case.inputs.items()
+            },
+                name: as_state(x) if name in self.gates else np.asarray(x, dtype) for name, x in case.inputs.items()
+            },
+            segment_ids=np.asarray(case.segment_ids, np.int32),
             state=jax.tree.map(as_state, case.state),
-            out_cotangent=jnp.asarray(case.out_cotangent, dtype),
+            out_cotangent=np.asarray(case.out_cotangent, dtype),
             state_cotangent=jax.tree.map(as_state, case.state_cotangent),
         )
 
@@ -146,7 +153,7 @@ class MixerSpec:
         """Returns the case as a run in `dtype` sees it, in float64: rounding of the inputs is not the mixer's error."""
         if dtype == np.float64:
             return case
-        seen = jax.device_get(self.cast(case, dtype))
+        seen = self.cast(case, dtype)
         return jax.tree.map(lambda x: np.asarray(x, x.dtype if x.dtype == np.int32 else np.float64), seen)
 
 
@@ -173,6 +180,17 @@ def evaluate(spec: MixerSpec, variant: Variant, case: Case, form: Form, dtype=np
     """Returns the output, final state and all gradients of one call, as numpy arrays."""
     with precision(dtype):
         return jax.device_get(_evaluate(spec.cast(case, dtype), spec, variant, form))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _forward(case: Case, spec: MixerSpec, variant: Variant, form: Form):
+    return spec.call(variant, form, case.inputs, case.segment_ids, case.state)
+
+
+def forward(spec: MixerSpec, variant: Variant, case: Case, form: Form, dtype=np.float64):
+    """Returns the output and the final state of one call, as numpy arrays."""
+    with precision(dtype):
+        return jax.device_get(_forward(spec.cast(case, dtype), spec, variant, form))
 
 
 def draw_case(spec: MixerSpec, variant: Variant, tokens: int = TOKENS, *, segment_ids=None, seed: int = 0) -> Case:

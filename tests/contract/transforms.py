@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.contract.agreement import BF16, DOCUMENTS, F32
+from tests.contract.agreement import BF16, DOCUMENTS, F32, F64
 from tests.contract.programs import largest_array, primitives
-from tests.contract.spec import BATCH, SCAN, SERIAL, TOKENS, Form, draw_case, evaluate
-from tests.tolerances import FORMS, assert_close, assert_same_bits
+from tests.contract.spec import BATCH, SCAN, SERIAL, TOKENS, Form, draw_case, precision
+from tests.tolerances import FORMS, assert_close
 
 FORMS_UNDER_TEST = pytest.mark.parametrize("form", [SERIAL, SCAN], ids=["serial", "scan"])
 FULL_PRECISION = {
@@ -34,7 +34,7 @@ class Transforms:
     def arguments(self, dtype=F32):
         """A packed float32 case: inputs, segment ids and initial state."""
         case = self.spec.cast(draw_case(self.spec, self.spec.main, segment_ids=DOCUMENTS), dtype)
-        return case.inputs, case.segment_ids, case.state
+        return jax.tree.map(jnp.asarray, (case.inputs, case.segment_ids, case.state))
 
     @FORMS_UNDER_TEST
     def test_jit_equals_no_jit(self, form):
@@ -43,9 +43,12 @@ class Transforms:
         assert_close(jax.jit(run)(inputs, state), run(inputs, state), FORMS[F32])
 
     def test_no_choice_means_scan_on_a_cpu(self):
-        case = draw_case(self.spec, self.spec.main, segment_ids=DOCUMENTS)
-        expected = evaluate(self.spec, self.spec.main, case, SCAN)
-        assert_same_bits(evaluate(self.spec, self.spec.main, case, Form(None, SCAN.chunk_size)), expected)
+        inputs, segment_ids, state = self.arguments()
+        programs = [
+            jax.make_jaxpr(self.mixer(Form(implementation, 5), segment_ids))(inputs, state)
+            for implementation in (None, "scan", "serial")
+        ]
+        assert str(programs[0]) == str(programs[1]) != str(programs[2])
 
     @FORMS_UNDER_TEST
     def test_vmap_equals_one_call_after_another(self, form):
@@ -67,36 +70,36 @@ class Transforms:
 
     @FORMS_UNDER_TEST
     def test_scan_over_layers_equals_a_loop(self, form):
-        inputs, segment_ids, state = self.arguments()
-        gates = jnp.array([1.0, 0.5, 0.25])
-        states = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), state)
+        with precision():
+            inputs, segment_ids, state = self.arguments(F64)
+            gates = jnp.array([1.0, 0.5, 0.25])
+            states = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), state)
+            values = self.values(inputs)
 
-        def layer(scale, given):
-            weight, state = given
-            out, state = self.mixer(form, segment_ids)(
-                inputs | {self.spec.values: weight * scale * self.values(inputs)}, state
-            )
-            return scale + jnp.tanh(jnp.mean(out)), (out, state)
+            def layer(scale, given):
+                weight, state = given
+                scaled = inputs | {self.spec.values: weight * scale * values}
+                out, state = self.mixer(form, segment_ids)(scaled, state)
+                return scale + jnp.tanh(jnp.mean(out)), (out, state)
 
-        def loop(scale, gates, states):
-            results = []
-            for i in range(len(gates)):
-                scale, result = layer(scale, (gates[i], jax.tree.map(lambda x, i=i: x[i], states)))
-                results.append(result)
-            return scale, jax.tree.map(lambda *x: jnp.stack(x), *results)
+            def scan(gates, states):
+                return jax.lax.scan(layer, 1.0, (gates, states))
 
-        def scan(scale, gates, states):
-            return jax.lax.scan(layer, scale, (gates, states))
+            def loop(gates, states):
+                scale, results = 1.0, []
+                for i in range(len(gates)):
+                    scale, result = layer(scale, jax.tree.map(lambda x, i=i: x[i], (gates, states)))
+                    results.append(result)
+                return scale, jax.tree.map(lambda *x: jnp.stack(x), *results)
 
-        def with_gradient(run):
-            def total(*arguments):
-                scale, results = run(*arguments)
-                return jnp.sum(jnp.sin(results[0])), (scale, results)
+            def with_gradient(run):
+                def total(*arguments):
+                    scale, results = run(*arguments)
+                    return jnp.mean(results[0]), (scale, results)
 
-            return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
+                return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(gates, states)
 
-        start = jnp.float32(1.0)
-        assert_close(with_gradient(scan)(start, gates, states), with_gradient(loop)(start, gates, states), FORMS[F32])
+            assert_close(with_gradient(scan), with_gradient(loop), FORMS[F64])
 
     def values(self, inputs):
         """The input that gives the output its dtype."""
@@ -192,11 +195,11 @@ class Transforms:
     @pytest.mark.parametrize("direction", ["forward", "backward"])
     def test_scan_memory_grows_with_chunks_not_with_tokens_squared(self, direction):
         tokens_by_size = LONG * HEADS * SIZE * SIZE * 4
-        small, large = (self.compiled_program(tokens, direction) for tokens in (LONG, 2 * LONG))
+        small, large = (self.compiled_program(tokens, direction) for tokens in (LONG // 2, LONG))
         temporary = [program.memory_analysis().temp_size_in_bytes for program in (small, large)]
-        assert temporary[0] < tokens_by_size / 4
+        assert temporary[1] < tokens_by_size / 4
         assert temporary[1] < 2.2 * temporary[0]
-        assert largest_array(small.as_text()) < LONG * SIZE * SIZE
+        assert largest_array(large.as_text()) < LONG * SIZE * SIZE
 
     def compiled_program(self, tokens, direction):
         """The scan over one long row, compiled but not run."""

@@ -27,7 +27,9 @@ LENGTH = 15
 
 
 def _corpus(lengths=(3, 40, 1, 14, 14, 62, 5, 30, 16, 2)):
-    documents = tuple(Document(str(i), "".join(chr(97 + (i + j) % 26) for j in range(n))) for i, n in enumerate(lengths))
+    documents = tuple(
+        Document(str(i), "".join(chr(97 + (i + j) % 26) for j in range(n))) for i, n in enumerate(lengths)
+    )
     return Corpus("letters", documents, documents[:4])
 
 

@@ -11,11 +11,10 @@ COMMON = {
     "decay per token": Variant(gate="token"),
     "no decay": Variant(shape=Shape(key_size=4, value_size=4)),
     "decay per head": Variant(gate="head", shape=Shape(key_size=6, value_size=3)),
-    "normalised": Variant({"normalize": True, "eps": 1e-3}, gate="token", positive=True),
     "grouped heads, shared decay": Variant(shape=GROUPED, gate="shared token"),
     "grouped heads, own decay": Variant(shape=GROUPED, gate="token"),
     "one key head, normalised, decay per shared head": Variant(
-        {"normalize": True}, shape=Shape(heads=3, kv_heads=1), gate="shared head", positive=True
+        {"normalize": True, "eps": 1e-3}, shape=Shape(heads=3, kv_heads=1), gate="shared head", positive=True
     ),
 }
 

@@ -13,12 +13,12 @@ from tests.mixers.families import GROUPED, make_spec
 
 VARIANTS = {
     "unmasked": Variant({"masked": False}, gate="token"),
-    "unmasked, normalised": Variant({"masked": False, "normalize": True}, gate="head", positive=True),
-    "ridge": Variant({"ridge": 0.7}, gate="token"),
     "ridge, normalised, shared heads": Variant(
         {"ridge": 0.7, "normalize": True}, shape=GROUPED, gate="shared token", positive=True
     ),
-    "ridge, unmasked": Variant({"ridge": 0.7, "masked": False}, shape=Shape(key_size=3, value_size=2)),
+    "ridge, unmasked, normalised": Variant(
+        {"ridge": 0.7, "masked": False, "normalize": True}, shape=Shape(key_size=3, value_size=2), positive=True
+    ),
     "printed decay": Variant({"decay_form": "printed"}, gate="token"),
     "printed decay, normalised, shared heads": Variant(
         {"decay_form": "printed", "normalize": True, "eps": 1e-2}, shape=GROUPED, gate="shared head", positive=True

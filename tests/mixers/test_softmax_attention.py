@@ -1,6 +1,7 @@
 """Softmax attention keeps the mixer contract, and its cache has a fixed capacity."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -239,3 +240,23 @@ def test_it_can_be_mapped(implementation):
 def test_a_wrong_cache_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         softmax_attention(**tokens(3), **change)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN needs an NVIDIA GPU")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [128, 129])
+def test_cudnn_agrees_with_the_serial_form(packed, length):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, length, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2))
+    ids = jnp.asarray([[1] * 50 + [2] * (length - 60) + [0] * 10, [0] * 7 + [3] * (length - 7)], jnp.int32)
+    cotangent = jnp.asarray(rng.normal(size=q.shape), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation):
+        def attend(q, k, v):
+            return softmax_attention(q, k, v, segment_ids=ids if packed else None, implementation=implementation)[0]
+
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, pull_back(cotangent)
+
+    assert_close(run("scan"), run("serial"), FORMS[np.dtype(jnp.bfloat16)])

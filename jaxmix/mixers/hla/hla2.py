@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
-from jaxmix.arrays import Array, einsum, fail
+from jaxmix.arrays import Array, check_flag, einsum, fail
 from jaxmix.mixers.chunking import Chunks
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.hla.hla2_summary import HLA2PrintedSummary, HLA2State, HLA2Summary, read_hla2
@@ -145,12 +145,13 @@ def hla2(
     """
     if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not ridge >= 0:
         fail("ridge", "a number >= 0", repr(ridge))
+    check_flag("masked", masked)
     if decay_form not in ("masked", "printed"):
         fail("decay_form", "'masked' or 'printed'", repr(decay_form))
     if decay_form == "printed" and not masked:
         fail("decay_form", "'masked' with masked=False (the unmasked read-out has no G)", repr(decay_form))
     return run(
-        (_HLA2 if decay_form == "masked" else _HLA2Printed)(float(ridge), bool(masked)),
+        (_HLA2 if decay_form == "masked" else _HLA2Printed)(float(ridge), masked),
         q,
         k,
         v,
