@@ -4,23 +4,41 @@ import datetime
 import importlib.metadata
 import os
 import platform
+from collections import Counter
 from pathlib import Path
 
 import jax
 
+import jaxmix
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "grain", "tokenizers")
+
 
 def environment() -> dict[str, str]:
     """The machine and the software of this process."""
-    device = jax.devices()[0]
     return {
-        "device": f"{device.device_kind} x {jax.device_count()}",
+        "devices": ", ".join(devices()),
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-        "jaxmix": importlib.metadata.version("jaxmix"),
+        **versions(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on; packages that are not installed are left out."""
+    found = {"python": platform.python_version(), "jaxmix": jaxmix.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def devices() -> list[str]:
+    """Kind and number of the devices that jax uses."""
+    return [f"{count} x {kind}" for kind, count in Counter(device.device_kind for device in jax.devices()).items()]
 
 
 def _processor() -> str:

@@ -1,25 +1,21 @@
 """`jaxmix info`: sizes of a model, which implementation serves each mixer, versions and devices."""
 
 import dataclasses
-import importlib.metadata
 import json
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from jaxmix.bench.environment import devices, versions
 from jaxmix.mixers.dispatch import choose
 from jaxmix.models import PRESETS, DecoderConfig, get_preset, parameter_groups, state_bytes
 from jaxmix.nn import MixerConfig, SoftmaxAttentionConfig
-
-PACKAGES = ("jaxmix", "jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "grain", "tokenizers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +97,6 @@ def implementation(layer: MixerConfig) -> dict[str, str]:
     if layer.implementation is not None:
         return {"implementation": form, "why": "the configuration asks for it"}
     return {"implementation": form, "why": "the fastest that exists for this mixer on this device"}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a result depends on; packages that are not installed are left out."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def devices() -> list[str]:
-    """Kind and number of the devices that jax uses."""
-    return [f"{count} x {kind}" for kind, count in Counter(device.device_kind for device in jax.devices()).items()]
 
 
 def _print(facts: dict[str, Any], console: Console) -> None:

@@ -14,8 +14,8 @@ from jaxmix.verify import explicit
 from jaxmix.verify.options import VerifyOptions
 from jaxmix.verify.subject import InputMaker, MixerUnderTest
 
-Gate = Literal["none", "per head", "per token", "per key/value head"]
-GATES: tuple[Gate, ...] = ("none", "per head", "per key/value head", "per token")
+Gate = Literal["none", "per head", "per token"]
+GATES: tuple[Gate, ...] = ("none", "per head", "per token")
 NO_GATE: tuple[Gate, ...] = ("none",)
 RIDGE = 0.3
 
@@ -76,8 +76,8 @@ def mixer_inputs(
     Args:
         rng: Source of the numbers.
         options: Shapes.
-        gate: No log_decay, [H], [B, T, H] or [B, T, G]; values in [-1, -0.02]. With a token axis and B > 1, the last row
-            also has one step of -80 and one of 0.
+        gate: No log_decay, [H] or [B, T, H]; values in [-1, -0.02]. With a token axis and B > 1, the last row also has
+            one step of -80 and one of 0.
     """
     stream, size = (options.batch, options.length), options.key_size
     q = 1.0 + 0.5 * rng.standard_normal((*stream, options.heads, size))
@@ -87,8 +87,7 @@ def mixer_inputs(
     if gate == "per head":
         inputs["log_decay"] = -rng.uniform(0.02, 1.0, options.heads)
     elif gate != "none":
-        heads = options.heads if gate == "per token" else options.kv_heads
-        log_decay = -rng.uniform(0.02, 1.0, (*stream, heads))
+        log_decay = -rng.uniform(0.02, 1.0, (*stream, options.heads))
         if options.batch > 1:
             log_decay[-1, options.length // 2] = -80.0
             log_decay[-1, options.length // 3] = 0.0

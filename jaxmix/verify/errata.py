@@ -122,7 +122,11 @@ def hla2_recurrence(
 
 
 def ahla_recurrence(q: Float64, k: Float64, v: Float64, decay: float) -> tuple[Float64, Float64]:
-    """Token by token: P = a P + k v^T, E = a E + k (q^T P); returns outputs [T, E] (o_t = q_t^T E_t) and the final E."""
+    """Token by token: P = a P + k v^T, E = a E + k (q^T P).
+
+    Returns:
+        Outputs [T, E], o_t = q_t^T E_t, and the final E [D, E].
+    """
     P = np.zeros((q.shape[1], v.shape[1]))
     E = np.zeros_like(P)
     outputs = []

@@ -1,15 +1,15 @@
 """Every mixer as the sum that defines it, in numpy float64.
 
-These are the slow references: no recurrence, no state, no chunk. Each mixer is an explicit matrix A[t, j] (the weight of
-value j in output t), itself a sum over token pairs or triples, and then
+These are the slow references: no recurrence, no state, no chunk. Each mixer is an explicit matrix A[t, j] (the weight
+of value j in output t), itself a sum over token pairs or triples, and then
 
     o_t = sum_j A[t, j] v_j,        den_t = sum_j A[t, j],        normalised: o_t / (den_t + eps).
 
 c(s, t) = a_{s+1} ... a_t is the decay from token s to token t, a_t = exp(log_decay_t). Source: Zhang, Qin, Wang, Gu,
 "Higher-order Linear Attention", arXiv 2510.27258. Cost grows like T^3 (third order: T^4); use some tens of tokens.
 
-Shapes: q [B, T, H, D], k [B, T, G, D], v [B, T, G, E] with H % G == 0; log_decay None, [H], [G], [B, T, H] or [B, T, G];
-outputs [B, T, H, E]. Query head h reads key/value head h // (H // G).
+Shapes: q [B, T, H, D], k [B, T, G, D], v [B, T, G, E] with H % G == 0; log_decay None, [H], [G], [B, T, H] or
+[B, T, G]; outputs [B, T, H, E]. Query head h reads key/value head h // (H // G).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def hla2(
 
     masked:    A[t, j] = sum_{i <= j} c(i, t) c(j, t) (q_t . k_i) (q_j . k_i), j <= t
     unmasked:  the same over all i <= t
-    printed:   unmasked minus sum_{j < i <= t} c(i, t) c(j, i - 1) (q_t . k_i) (q_j . k_i), the paper's decayed recurrence
+    printed:   unmasked minus sum_{j < i <= t} c(i, t) c(j, i - 1) (q_t . k_i) (q_j . k_i), the paper's recurrence
     ridge:     adds ridge * c(j, t) (q_t . q_j)
     """
     queries, keys, values, c = _by_head(q, k, v, log_decay)
@@ -107,8 +107,8 @@ def hla3(
 
     A[t, j] = sum_{i, u <= t, kept} c(i, t) c(u, t) c(j, t) (q_t . k_i) (q_u . k_i) (q_u . k_j)
 
-    exact keeps i <= u and j <= u (the masked product); printed keeps the triples whose maximum is reached at least twice
-    (what Algorithm 3 of the paper computes, without decay).
+    exact keeps i <= u and j <= u (the masked product); printed keeps the triples whose maximum is reached at least
+    twice (what Algorithm 3 of the paper computes, without decay).
     """
     queries, keys, values, c = _by_head(q, k, v, log_decay)
     qk = _dots(queries, keys)

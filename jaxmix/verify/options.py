@@ -6,6 +6,8 @@ import dataclasses
 from typing import Literal
 
 MINIMUM_LENGTH = 8
+CHECK_NAMES = ("forms", "operator", "gradients", "split", "packed", "causality", "errata")
+"""The checks that can be asked for; "forms" includes the explicit sum."""
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2}
 """Largest relative error of a parallel form against the float64 serial run, by dtype of the inputs."""
 EXACT = 1e-12
@@ -31,8 +33,9 @@ class VerifyOptions:
         dtype: Dtype of the inputs in the rows "forms"; everything else runs in float64.
         seed: Seed of all random inputs.
         mixers: Names of the mixers to check; empty means all.
-        full: Also repeat gradients, split, packed and causality for the options that only change the read-out
-            (slower: more to compile).
+        checks: Kinds of check to run; empty means all.
+        full: Compile more: gradients of every option instead of one for each state, gradients of packed documents,
+            every chunk size with every kind of decay.
         details: Print every comparison instead of the worst one of each check.
         json: Print the report as JSON instead of a table.
     """
@@ -47,6 +50,7 @@ class VerifyOptions:
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     seed: int = 0
     mixers: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
     full: bool = False
     details: bool = False
     json: bool = False
@@ -63,11 +67,14 @@ class VerifyOptions:
             raise ValueError(f"chunk_sizes: expected one or more positive integers, got {self.chunk_sizes}")
         if self.dtype not in TOLERANCE:
             raise ValueError(f"dtype: expected one of {', '.join(TOLERANCE)}, got {self.dtype!r}")
+        unknown = [name for name in self.checks if name not in CHECK_NAMES]
+        if unknown:
+            raise ValueError(f"checks: expected names among {', '.join(CHECK_NAMES)}, got {', '.join(unknown)}")
         if self.seed < 0:
             raise ValueError(f"seed: expected a non-negative integer, got {self.seed}")
 
     @property
     def short_chunk(self) -> int:
-        """The chunk size used where one is enough: the largest one above 1 that gives several chunks, else the largest."""
+        """The chunk size used where one is enough: the largest that gives several chunks, if one above 1 does."""
         several = [c for c in self.chunk_sizes if 1 < c < self.length]
         return max(several or self.chunk_sizes)

@@ -25,8 +25,8 @@ class Row:
         case: What exactly was compared, in words.
         error: Largest relative error; infinite where a value was not finite or a shape differed.
         tolerance: Bound on the error.
-        expect: "below" when the error must not exceed the tolerance; "above" when it must exceed it (a fault of the paper
-            that has to show).
+        expect: "below" when the error must not exceed the tolerance; "above" when it must exceed it (a fault of the
+            paper that has to show).
         note: What happened, in words, where the number does not say it.
     """
 

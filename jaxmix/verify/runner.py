@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxmix.verify import checks
+from jaxmix.verify.catalogue import select
 from jaxmix.verify.errata import errata_rows
 from jaxmix.verify.options import VerifyOptions
 from jaxmix.verify.report import CheckName, Report, Row, environment
@@ -53,8 +54,6 @@ def verify(options: VerifyOptions | None = None, *, progress: Callable[[str], No
     Raises:
         ValueError: when `options.mixers` names something that is not a mixer.
     """
-    from jaxmix.verify.catalogue import select
-
     options = options or VerifyOptions()
     return _report(select(options.mixers), options, with_errata=True, progress=progress)
 
@@ -77,7 +76,7 @@ def _report(
 
     with ThreadPoolExecutor(WORKERS) as pool:
         rows = [row for part in pool.map(run, mixers) for row in part]
-    if with_errata:
+    if with_errata and (not options.checks or "errata" in options.checks):
         names = {mixer.name for mixer in mixers}
         rows += [row for row in errata_rows(seed=options.seed) if row.mixer in names]
     return Report(
@@ -94,6 +93,8 @@ def _rows(mixer: MixerUnderTest, options: VerifyOptions) -> list[Row]:
     with jax.enable_x64(True):
         subject = Subject(mixer, options)
         for name, check in CHECKS.items():
+            if options.checks and name not in options.checks:
+                continue
             try:
                 rows.extend(check(subject))
             except Exception as error:

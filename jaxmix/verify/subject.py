@@ -19,7 +19,7 @@ InputMaker = Callable[[np.random.Generator, VerifyOptions], Inputs]
 SERIAL = "serial"
 SCAN = "scan"
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
-"""Halves the compile time on a CPU. Only for the float64 runs: forms of lower dtype are compiled as users compile them."""
+"""Halves the compile time on a CPU. Only for float64 runs: forms of lower dtype are compiled as users compile them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Subject:
 
     def inputs(self, label: str | None = None, *, stream: int = 0) -> dict[str, np.ndarray]:
         """Random inputs of one way to call the mixer (default: the last); another `stream`, other numbers."""
-        label = next(reversed(self.mixer.input_makers)) if label is None else label
+        label = list(self.mixer.input_makers)[-1] if label is None else label
         rng = np.random.default_rng([self.options.seed, stream])
         made = self.mixer.input_makers[label](rng, self.options)
         return {name: np.asarray(x, np.float64) for name, x in made.items()}

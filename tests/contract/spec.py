@@ -141,8 +141,6 @@ class MixerSpec:
             inputs={
                 name: as_state(x) if name in self.gates else np.asarray(x, dtype) for name, x in case.inputs.items()
             },
-                name: as_state(x) if name in self.gates else np.asarray(x, dtype) for name, x in case.inputs.items()
-            },
             segment_ids=np.asarray(case.segment_ids, np.int32),
             state=jax.tree.map(as_state, case.state),
             out_cotangent=np.asarray(case.out_cotangent, dtype),

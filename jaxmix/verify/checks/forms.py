@@ -66,7 +66,7 @@ def _compare(
 
 def _runner(subject: Subject, label: str) -> Callable[[Form, Inputs, Any], tuple[Any, Any]]:
     """The last way to call the mixer shares its compiled functions with the other checks."""
-    if label == next(reversed(subject.mixer.input_makers)):
+    if label == list(subject.mixer.input_makers)[-1]:
         return subject.call
     return lambda form, inputs, segment_ids: subject.compiled(form)(dict(inputs), segment_ids)
 

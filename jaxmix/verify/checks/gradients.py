@@ -53,7 +53,7 @@ def _rows(subject: Subject, option: str, arguments: Any, weights: Any) -> Iterat
 
 
 def gradient_function(subject: Subject, form: Form, option: str) -> Callable[..., Any]:
-    """`(arguments, weights, segment_ids=None) -> gradients of arguments`; arguments: inputs and, or None, initial_state."""
+    """`(arguments, weights, segment_ids=None) -> gradients of arguments`, a dict of inputs and initial_state or None."""
 
     def loss(arguments: Any, weights: Any, segment_ids: Any = None) -> Any:
         out, state = subject.apply(form, arguments["inputs"], segment_ids, arguments["initial_state"])
@@ -77,7 +77,7 @@ def _finite_difference_error(
 ) -> float:
     """Differences in random directions of one argument, against the gradient's inner products with them."""
     rng = np.random.default_rng([seed, 3])
-    step = STEP * (float(np.sqrt(np.mean(np.square(_named(arguments)[name])))) or 1.0)
+    step = STEP * (float(np.median(np.abs(_named(arguments)[name]))) or 1.0)
     slopes, products = [], []
     for _ in range(DIRECTIONS):
         direction = step * rng.standard_normal(gradient.shape)
