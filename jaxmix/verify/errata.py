@@ -222,6 +222,7 @@ def _ahla_rows(q: Float64, k: Float64, v: Float64) -> list[Row]:
     flat_left, flat_right = (fold(printed_ahla_combine, undecayed).E for fold in (left_fold, right_fold))
     ours_left, ours_right = (fold(flat_ahla_combine, tokens).E for fold in (left_fold, right_fold))
     outputs, state = ahla_recurrence(q, k, v, DECAY)
+    product = _explicit(explicit.ahla, q, k, v, DECAY)
     return [
         row("printed concatenation, a = 1: left fold against right fold", flat_left, flat_right),
         row(
@@ -236,9 +237,7 @@ def _ahla_rows(q: Float64, k: Float64, v: Float64) -> list[Row]:
             state,
             fault="with R decayed, E counts the decay twice, as documented",
         ),
-        row(
-            "recurrence, a = 0.9: outputs against the masked product", outputs, _explicit(explicit.ahla, q, k, v, DECAY)
-        ),
+        row("recurrence, a = 0.9: outputs against the masked product", outputs, product),
         row("operator with flat R, a = 0.9: left fold against the recurrence", ours_left, state),
         row("operator with flat R, a = 0.9: left fold against right fold", ours_left, ours_right),
     ]

@@ -8,21 +8,12 @@ from tests.contract.spec import MixerSpec, Shape, Variant
 from tests.contract.streaming import Streaming
 from tests.contract.transforms import Transforms
 
-__all__ = ["MixerContract", "MixerSpec", "QueryKeyValueErrors", "Shape", "Variant"]
+__all__ = ["MixerContract", "MixerSpec", "QueryKeyValueErrors", "Shape", "SingleDeviceContract", "Variant"]
 
 
-class MixerContract(Agreement, Streaming, Packing, Transforms, Sharding, Errors):
-    """The eight points of the mixer contract, as statements about `spec`.
+class SingleDeviceContract(Agreement, Streaming, Packing, Transforms, Errors):
+    """The mixer contract without devices, for a mixer whose sharding is another mixer's code."""
 
-    Tests that take `variant` run for every variant of the spec; the others run for the main one.
-    """
 
-    spec: MixerSpec
-
-    def pytest_generate_tests(self, metafunc):
-        """Runs a test once per variant that it asks for."""
-        if "variant" in metafunc.fixturenames:
-            metafunc.parametrize("variant", self.spec.variants.values(), ids=self.spec.variants.keys())
-        if "sharded_variant" in metafunc.fixturenames:
-            chosen = {name: self.spec.variants[name] for name in self.spec.sharded_variants}
-            metafunc.parametrize("sharded_variant", chosen.values(), ids=chosen.keys())
+class MixerContract(SingleDeviceContract, Sharding):
+    """The eight points of the mixer contract, as statements about `spec`."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.contract.spec import BATCH, Form, is_per_token
+from tests.contract.suite import Suite
 
 LENGTH = 9
 
@@ -28,7 +29,7 @@ class OtherState:
 jax.tree_util.register_dataclass(OtherState, data_fields=["S"], meta_fields=[])
 
 
-class Errors:
+class Errors(Suite):
     """Every misuse raises at trace time, with a message that can be acted on."""
 
     def correct_call(self):

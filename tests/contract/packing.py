@@ -21,6 +21,7 @@ from tests.contract.spec import (
     take_tokens,
     zero_state,
 )
+from tests.contract.suite import Suite
 from tests.tolerances import BRUTE_FORCE, FORMS, assert_close, assert_same_bits
 
 FORM_NAMES = {"serial": SERIAL, "scan": SCAN}
@@ -135,7 +136,7 @@ def assert_packed(spec, variant, case, form, label=""):
         assert_close(actual, expected, FORMS[F64], label)
 
 
-class Packing:
+class Packing(Suite):
     """Documents and padding."""
 
     @FORMS_UNDER_TEST

@@ -10,6 +10,7 @@ from jaxmix.parallel import make_mesh
 from tests.contract.agreement import F64
 from tests.contract.programs import largest_collective
 from tests.contract.spec import BATCH, SERIAL, Evaluation, Form, draw_case, evaluate, is_per_token, precision
+from tests.contract.suite import Suite
 from tests.tolerances import FORMS, assert_close
 
 TOKENS, CHUNK, DEVICES = 512, 32, 8
@@ -50,7 +51,7 @@ def draw_names(spec, variant):
     return spec.draw(np.random.default_rng(0), BATCH, 1, variant)
 
 
-class Sharding:
+class Sharding(Suite):
     """shard_map over batch, heads and tokens."""
 
     def test_batch_heads_and_tokens_over_devices(self):

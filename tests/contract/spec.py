@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 SERIAL = Form("serial")
-SCAN = Form("scan", 5)
+SCAN = Form("scan", 9)
 TOKEN_SCAN = Form("scan", 1)
 
 
@@ -91,6 +91,7 @@ class MixerSpec:
         gates: names of the inputs that are float32 whatever the compute dtype.
         log_gates: names of the gates that must not be positive.
         values: name of the input that gives the output its dtype.
+        representatives: names of the variants for tests that compile functions of their own; empty for all.
         sharded_variants: names of the variants that are also tested with tokens split over devices.
     """
 
@@ -103,6 +104,7 @@ class MixerSpec:
     gates: frozenset[str] = frozenset({"log_decay"})
     log_gates: frozenset[str] = frozenset({"log_decay"})
     values: str = "v"
+    representatives: tuple[str, ...] = ()
     sharded_variants: tuple[str, ...] = ()
 
     @property
@@ -257,4 +259,17 @@ def take_tokens(case: Case, start: int, stop: int) -> Case:
         inputs=over_tokens(lambda x: x[:, start:stop], case.inputs),
         segment_ids=case.segment_ids[:, start:stop],
         out_cotangent=case.out_cotangent[:, start:stop],
+    )
+
+
+def fill_up(case, tokens):
+    """Appends padding up to `tokens`, NaN in every input."""
+
+    def fill(x, value):
+        return np.pad(x, [(0, 0), (0, tokens - x.shape[1])] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+
+    return case._replace(
+        inputs=over_tokens(lambda x: fill(x, np.nan), case.inputs),
+        segment_ids=fill(case.segment_ids, 0),
+        out_cotangent=fill(case.out_cotangent, 1.0),
     )

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from tests.contract import MixerContract, QueryKeyValueErrors, Variant
+from tests.contract import QueryKeyValueErrors, Variant
 from tests.contract.agreement import F64
 from tests.contract.spec import (
     BATCH,
@@ -26,28 +26,28 @@ from tests.tolerances import BRUTE_FORCE, FORMS, assert_close, rms_ratio
 READ_OUT_OPTIONS = {"normalize", "eps"}
 
 
-class AttentionContract(QueryKeyValueErrors, MixerContract):
+class AttentionContract(QueryKeyValueErrors):
     """Subclasses also set `one_head` (explicit sums) and `step` (the recurrence) of one head."""
 
-    def test_outputs_and_states_follow_the_printed_recurrence_from_any_state(self, variant):
-        case = any_state(draw_case(self.spec, variant))
-        result = evaluate(self.spec, variant, case, SERIAL)
-        options = {name: value for name, value in variant.options.items() if name not in READ_OUT_OPTIONS}
+    def test_outputs_and_states_follow_the_printed_recurrence_from_any_state(self, any_variant):
+        case = any_state(draw_case(self.spec, any_variant))
+        result = evaluate(self.spec, any_variant, case, SERIAL)
+        options = {name: value for name, value in any_variant.options.items() if name not in READ_OUT_OPTIONS}
         arrays = expanded(**case.inputs)
         for row in range(BATCH):
-            for head in range(variant.shape.heads):
+            for head in range(any_variant.shape.heads):
                 tokens = (x[row, :, head] for x in arrays)
-                out, expected = run(self.step, *tokens, one_head_state(case.state, row, head, variant), **options)
-                actual = one_head_state(result.state, row, head, variant)
+                out, expected = run(self.step, *tokens, one_head_state(case.state, row, head, any_variant), **options)
+                actual = one_head_state(result.state, row, head, any_variant)
                 for name in expected:
                     assert rms_ratio(actual[name], expected[name]) <= BRUTE_FORCE, name
-                if not variant.options.get("normalize"):
+                if not any_variant.options.get("normalize"):
                     assert rms_ratio(result.out[row, :, head], out) <= BRUTE_FORCE
 
-    def test_state_fields_have_the_documented_shapes(self, variant):
-        state = self.spec.init_state(variant, BATCH, jnp.float32)
-        sizes = {"D": variant.shape.key_size, "E": variant.shape.value_size}
-        heads = {"own": variant.shape.heads, "shared": shared_heads(variant)}
+    def test_state_fields_have_the_documented_shapes(self, any_variant):
+        state = self.spec.init_state(any_variant, BATCH, jnp.float32)
+        sizes = {"D": any_variant.shape.key_size, "E": any_variant.shape.value_size}
+        heads = {"own": any_variant.shape.heads, "shared": shared_heads(any_variant)}
         assert {field.name for field in dataclasses.fields(state)} == set(self.fields)
         for name, (kind, *axes) in self.fields.items():
             assert getattr(state, name).shape == (BATCH, heads[kind], *(sizes[axis] for axis in axes)), name
@@ -55,41 +55,38 @@ class AttentionContract(QueryKeyValueErrors, MixerContract):
     def test_no_decay_is_a_decay_of_zero(self):
         variant = self.spec.variants["no decay"]
         case = draw_case(self.spec, variant)
-        for form in (SERIAL, SCAN):
-            expected = evaluate(self.spec, variant, case, form)
-            undecayed = case._replace(
-                inputs=case.inputs | {"log_decay": np.zeros((BATCH, TOKENS, variant.shape.heads))}
-            )
-            actual = evaluate(self.spec, variant, undecayed, form)
-            actual.input_gradients.pop("log_decay")
-            assert_close(actual, expected, BRUTE_FORCE if form == SERIAL else FORMS[F64])
+        expected = evaluate(self.spec, variant, case, SERIAL)
+        zeros = np.zeros((BATCH, TOKENS, variant.shape.heads))
+        actual = evaluate(self.spec, variant, case._replace(inputs=case.inputs | {"log_decay": zeros}), SERIAL)
+        actual.input_gradients.pop("log_decay")
+        assert_close(actual, expected, BRUTE_FORCE)
 
     def test_decay_per_head_is_the_same_decay_at_every_token(self):
         variant = self.spec.variants["decay per head"]
         case = draw_case(self.spec, variant)
         tokens = np.broadcast_to(case.inputs["log_decay"], (BATCH, TOKENS, variant.shape.heads))
-        for form in (SERIAL, SCAN):
-            expected = evaluate(self.spec, variant, case, form)
-            actual = evaluate(self.spec, variant, case._replace(inputs=case.inputs | {"log_decay": tokens}), form)
-            actual.input_gradients["log_decay"] = actual.input_gradients["log_decay"].sum(axis=(0, 1))
-            assert_close(actual, expected, BRUTE_FORCE if form == SERIAL else FORMS[F64])
+        expected = evaluate(self.spec, variant, case, SERIAL)
+        actual = evaluate(self.spec, variant, case._replace(inputs=case.inputs | {"log_decay": tokens}), SERIAL)
+        actual.input_gradients["log_decay"] = actual.input_gradients["log_decay"].sum(axis=(0, 1))
+        assert_close(actual, expected, BRUTE_FORCE)
 
     def test_shared_heads_are_repeated_heads(self):
         variant = self.spec.variants["grouped heads, shared decay"]
-        case = draw_case(self.spec, variant)._replace(state=zero_state(self.spec, variant))
+        zeros = zero_state(self.spec, variant)
+        case = draw_case(self.spec, variant)._replace(state=zeros, state_cotangent=zeros)
+        actual = evaluate(self.spec, variant, case, SERIAL)
+
         repeats = GROUPED.heads // GROUPED.kv_heads
         alone = Variant(variant.options, shape=dataclasses.replace(GROUPED, kv_heads=GROUPED.heads), gate="token")
         repeated = {name: x if name == "q" else np.repeat(x, repeats, axis=2) for name, x in case.inputs.items()}
         zeros = zero_state(self.spec, alone)
-        for form in (SERIAL, SCAN):
-            many = case._replace(inputs=repeated, state=zeros, state_cotangent=zeros)
-            few = case._replace(state_cotangent=zero_state(self.spec, variant))
-            expected, actual = evaluate(self.spec, alone, many, form), evaluate(self.spec, variant, few, form)
-            tolerance = BRUTE_FORCE if form == SERIAL else FORMS[F64]
-            assert_close(actual.out, expected.out, tolerance)
-            for name, gradient in expected.input_gradients.items():
-                grouped = gradient if name == "q" else summed_over_groups(gradient, repeats)
-                assert_close(actual.input_gradients[name], grouped, tolerance, name)
+        case = case._replace(inputs=repeated, state=zeros, state_cotangent=zeros)
+        expected = evaluate(self.spec, alone, case, SERIAL)
+
+        assert_close(actual.out, expected.out, BRUTE_FORCE)
+        for name, gradient in expected.input_gradients.items():
+            grouped = gradient if name == "q" else summed_over_groups(gradient, repeats)
+            assert_close(actual.input_gradients[name], grouped, BRUTE_FORCE, name)
 
     def test_normalised_divides_by_signed_sums_plus_eps(self):
         variant = Variant({"normalize": True, "eps": 0.25}, gate="token")

@@ -7,13 +7,15 @@ from tests.mixers.brute_force import by_document
 
 GROUPED = Shape(heads=4, kv_heads=2)
 
+PLAIN, NORMALISED = "decay per token", "one key head, normalised, decay per shared head"
+
 COMMON = {
-    "decay per token": Variant(gate="token"),
+    PLAIN: Variant(gate="token"),
     "no decay": Variant(shape=Shape(key_size=4, value_size=4)),
     "decay per head": Variant(gate="head", shape=Shape(key_size=6, value_size=3)),
     "grouped heads, shared decay": Variant(shape=GROUPED, gate="shared token"),
     "grouped heads, own decay": Variant(shape=GROUPED, gate="token"),
-    "one key head, normalised, decay per shared head": Variant(
+    NORMALISED: Variant(
         {"normalize": True, "eps": 1e-3}, shape=Shape(heads=3, kv_heads=1), gate="shared head", positive=True
     ),
 }
@@ -41,8 +43,8 @@ def shared_heads(variant) -> int:
     return variant.shape.heads if variant.gate in ("token", "head") else variant.shape.kv_heads
 
 
-def make_spec(function, state, one_head, variants=None) -> MixerSpec:
-    """Makes the spec of a mixer from its definition for one head and its own variants."""
+def make_spec(function, state, one_head, variants=None, representatives=(NORMALISED,)) -> MixerSpec:
+    """Makes the spec of a mixer from its definition for one head, its own variants and who represents them."""
 
     def init_state(variant, batch, dtype):
         shape = variant.shape
@@ -57,5 +59,6 @@ def make_spec(function, state, one_head, variants=None) -> MixerSpec:
         init_state=init_state,
         brute_force=lambda inputs, segment_ids, variant: by_document(one_head, inputs, segment_ids, **variant.options),
         variants=COMMON | (variants or {}),
-        sharded_variants=("decay per token", "one key head, normalised, decay per shared head"),
+        representatives=(PLAIN, *representatives),
+        sharded_variants=(PLAIN, NORMALISED),
     )

@@ -2,12 +2,13 @@ from typing import ClassVar
 
 from jaxmix import ahla
 from jaxmix.mixers import AHLAState
+from tests.contract import SingleDeviceContract
 from tests.mixers import brute_force, recurrences
 from tests.mixers.attention_contract import AttentionContract
 from tests.mixers.families import make_spec
 
 
-class TestAHLA(AttentionContract):
+class TestAHLA(AttentionContract, SingleDeviceContract):
     one_head = staticmethod(brute_force.ahla)
     step = staticmethod(recurrences.ahla_step)
     spec = make_spec(ahla, AHLAState, one_head)

@@ -6,30 +6,30 @@ import pytest
 
 from jaxmix import hla2
 from jaxmix.mixers import HLA2State
-from tests.contract import Shape, Variant
+from tests.contract import MixerContract, Shape, Variant
 from tests.mixers import brute_force, recurrences
 from tests.mixers.attention_contract import AttentionContract
 from tests.mixers.families import GROUPED, make_spec
 
+RIDGE, PRINTED = "ridge, normalised, shared heads", "printed decay, normalised, shared heads"
+REPRESENTATIVES = (RIDGE, PRINTED)
 VARIANTS = {
     "unmasked": Variant({"masked": False}, gate="token"),
-    "ridge, normalised, shared heads": Variant(
-        {"ridge": 0.7, "normalize": True}, shape=GROUPED, gate="shared token", positive=True
-    ),
+    RIDGE: Variant({"ridge": 0.7, "normalize": True}, shape=GROUPED, gate="shared token", positive=True),
     "ridge, unmasked, normalised": Variant(
         {"ridge": 0.7, "masked": False, "normalize": True}, shape=Shape(key_size=3, value_size=2), positive=True
     ),
     "printed decay": Variant({"decay_form": "printed"}, gate="token"),
-    "printed decay, normalised, shared heads": Variant(
+    PRINTED: Variant(
         {"decay_form": "printed", "normalize": True, "eps": 1e-2}, shape=GROUPED, gate="shared head", positive=True
     ),
 }
 
 
-class TestHLA2(AttentionContract):
+class TestHLA2(AttentionContract, MixerContract):
     one_head = staticmethod(brute_force.hla2)
     step = staticmethod(recurrences.hla2_step)
-    spec = make_spec(hla2, HLA2State, one_head, VARIANTS)
+    spec = make_spec(hla2, HLA2State, one_head, VARIANTS, REPRESENTATIVES)
     fields: ClassVar = {
         "S": ("shared", "D", "D"),
         "C": ("own", "D", "E"),

@@ -5,23 +5,22 @@ import pytest
 
 from jaxmix import hla3
 from jaxmix.mixers import HLA3State
-from tests.contract import Variant
+from tests.contract import SingleDeviceContract, Variant
 from tests.mixers import brute_force, recurrences
 from tests.mixers.attention_contract import AttentionContract
 from tests.mixers.families import GROUPED, make_spec
 
+PRINTED = "printed mask, normalised, shared heads"
 VARIANTS = {
     "printed mask": Variant({"mask": "printed"}),
-    "printed mask, normalised, shared heads": Variant(
-        {"mask": "printed", "normalize": True}, shape=GROUPED, positive=True
-    ),
+    PRINTED: Variant({"mask": "printed", "normalize": True}, shape=GROUPED, positive=True),
 }
 
 
-class TestHLA3(AttentionContract):
+class TestHLA3(AttentionContract, SingleDeviceContract):
     one_head = staticmethod(brute_force.hla3)
     step = staticmethod(recurrences.hla3_step)
-    spec = make_spec(hla3, HLA3State, one_head, VARIANTS)
+    spec = make_spec(hla3, HLA3State, one_head, VARIANTS, (PRINTED,))
     fields: ClassVar = {
         "S": ("shared", "D", "D"),
         "Q": ("own", "D", "D"),

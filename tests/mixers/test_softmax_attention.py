@@ -77,14 +77,13 @@ class TestSoftmaxAttention(Agreement, Streaming, Packing, QueryKeyValueErrors):
         },
     )
 
-    def pytest_generate_tests(self, metafunc):
-        if "variant" in metafunc.fixturenames:
-            metafunc.parametrize("variant", self.spec.variants.values(), ids=self.spec.variants.keys())
-
     # Softmax attention has no chunks, decays or shards for the suite to vary.
     test_any_chunk_size = None
     test_token_scan_equals_serial_with_every_gradient = None
+    test_chunks_with_every_gradient = None
     test_every_length_to_sixteen = None
+    test_short_lengths_with_every_gradient = None
+    test_one_token_more_than_a_chunk_with_every_gradient = None
     test_lengths_around_the_chunk = None
     test_a_thousand_tokens = None
     test_strong_decay_stays_finite_and_exact = None

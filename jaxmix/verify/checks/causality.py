@@ -30,7 +30,7 @@ def _worst(subject: Subject, form: Form) -> dict[str, tuple[float, bool]]:
     positions = np.unique(np.linspace(0, length - 2, min(POSITIONS, length - 1)).astype(int))
     before, other = subject.inputs(), subject.inputs(stream=1)
     reference = subject.by_option(subject.call(form, before)[0])
-    worst = dict.fromkeys(reference, (0.0, False))
+    worst: dict[str, tuple[float, bool]] = dict.fromkeys(reference, (0.0, False))
     for t in positions:
         later = np.broadcast_to(np.arange(length) > t, (subject.options.batch, length))
         changed = subject.by_option(subject.call(form, subject.mix(later, before, other))[0])

@@ -53,7 +53,7 @@ def _rows(subject: Subject, option: str, arguments: Any, weights: Any) -> Iterat
 
 
 def gradient_function(subject: Subject, form: Form, option: str) -> Callable[..., Any]:
-    """`(arguments, weights, segment_ids=None) -> gradients of arguments`, a dict of inputs and initial_state or None."""
+    """`(arguments, weights, segment_ids=None) -> gradients of arguments`: inputs, and initial_state or None."""
 
     def loss(arguments: Any, weights: Any, segment_ids: Any = None) -> Any:
         out, state = subject.apply(form, arguments["inputs"], segment_ids, arguments["initial_state"])
