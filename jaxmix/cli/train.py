@@ -1,10 +1,12 @@
 """`jaxmix train`: train a language model, then judge it; or go on with a run that was interrupted."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 from rich.console import Console
 
@@ -12,6 +14,7 @@ from jaxmix.cli.report import report
 from jaxmix.models import DecoderConfig
 from jaxmix.train import TRAIN_PRESETS, TrainConfig, fit, get_train_preset
 from jaxmix.train.config import merge, read_json
+from jaxmix.train.loop import sharing_devices
 from jaxmix.train.progress import Progress
 
 
@@ -41,6 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     chosen = parse(arguments)
     directory = chosen.directory or Path("runs") / (chosen.config.stem if chosen.config else chosen.preset or "run")
     console = Console()
+    _split_processor(chosen.run.data.batch_size)
     with Progress(console) as progress:
         result = fit(chosen.run, directory, watcher=progress)
     if result.status == "interrupted":
@@ -76,6 +80,17 @@ def parse(arguments: Sequence[str]) -> TrainArguments:
         description=__doc__,
         registry=_registry(),
     )
+
+
+def _split_processor(batch_size: int) -> None:
+    """Makes a device of each processor core, so that a batch is shared out to them.
+
+    The small operations of a small model do not fill several cores by themselves.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", sharing_devices(batch_size, os.cpu_count() or 1))
+    except RuntimeError:
+        return  # a program that has used jax before it calls `run` keeps its devices
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:

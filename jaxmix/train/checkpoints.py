@@ -100,5 +100,8 @@ class Checkpoints:
 
 
 def _abstract(tree: Any) -> Any:
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+    """Shapes and dtypes, on the devices of the arrays, or on the first device where there are none."""
+    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or first), tree
+    )

@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmix.data import PreparedData, load_corpus, packed_batches, prepare
+from jaxmix.parallel import make_mesh
 from jaxmix.train.checkpoints import Checkpoints
 from jaxmix.train.config import DataConfig, TrainConfig
 from jaxmix.train.optimizer import learning_rate, make_optimizer
@@ -51,15 +53,18 @@ class Watcher:
         """Called after every look at the validation loss, in nats per token."""
 
 
-def fit(config: TrainConfig, directory: str | Path, *, watcher: Watcher | None = None) -> FitResult:
+def fit(
+    config: TrainConfig, directory: str | Path, *, devices: int | None = None, watcher: Watcher | None = None
+) -> FitResult:
     """Trains a decoder, or goes on with a run that was interrupted, or finds that it is finished.
 
-    An interrupted run goes on exactly: the losses are, bit for bit, those of a run that was not interrupted. SIGINT
-    and SIGTERM end the update in hand, save a checkpoint and return.
+    An interrupted run goes on exactly: on as many devices, the losses are, bit for bit, those of a run that was not
+    interrupted. SIGINT and SIGTERM end the update in hand, save a checkpoint and return.
 
     Args:
         config: the run.
         directory: of the run; see `jaxmix.train.run` for what is in it.
+        devices: how many devices of this process share a batch; by default the most that divide it.
         watcher: who is told; nobody by default.
 
     Returns:
@@ -72,6 +77,7 @@ def fit(config: TrainConfig, directory: str | Path, *, watcher: Watcher | None =
     run, watcher = RunDirectory(Path(directory)), watcher or Watcher()
     learning_rate(config.optimizer, config.steps)  # a schedule that cannot be served fails before data are prepared
     run.check_same(config)
+    mesh = make_mesh(data=devices or sharing_devices(config.data.batch_size, len(jax.devices())))
     corpus = load_corpus(config.data.corpus, validation_fraction=config.data.validation_fraction)
     data = prepare(corpus, config.data.tokenizer, run.data)
     config = config.resolve(data.manifest.vocab_size)
@@ -81,7 +87,12 @@ def fit(config: TrainConfig, directory: str | Path, *, watcher: Watcher | None =
     with Checkpoints(run.checkpoints, keep=config.keep_checkpoints) as checkpoints:
         if checkpoints.latest == config.steps:
             return FitResult("already finished", config.steps)
-        return _Loop(config, run, data, checkpoints, watcher).run_to_end()
+        return _Loop(config, run, data, checkpoints, watcher, mesh).run_to_end()
+
+
+def sharing_devices(batch_size: int, available: int) -> int:
+    """The most devices of those available that a batch can be shared out to in equal parts."""
+    return max(count for count in range(1, available + 1) if batch_size % count == 0)
 
 
 def train_batches(config: DataConfig, directory: Path, seed: int) -> Any:
@@ -117,20 +128,28 @@ class _Loop:
     """One call of `fit` after everything is prepared."""
 
     def __init__(
-        self, config: TrainConfig, run: RunDirectory, data: PreparedData, checkpoints: Checkpoints, watcher: Watcher
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        data: PreparedData,
+        checkpoints: Checkpoints,
+        watcher: Watcher,
+        mesh: jax.sharding.Mesh,
     ) -> None:
         self.config, self.checkpoints, self.watcher = config, checkpoints, watcher
         structure, params = split_model(build_decoder(config))
         optimizer = make_optimizer(config.optimizer, config.steps)
         self.rates = np.asarray(jax.vmap(learning_rate(config.optimizer, config.steps))(np.arange(config.steps)))
-        self.state = init_state(params, optimizer)
+        everywhere, self.shared = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data")))
+        self.state = jax.device_put(init_state(params, optimizer), everywhere)
         self.batches = train_batches(config.data, data.directory, config.seed)
         self.evaluation = evaluation_batches(config.data, data.directory, config.eval_batches)
         if checkpoints.latest is not None:
             self.state, data_state = checkpoints.restore(self.state)
             self.batches.set_state(data_state)
         self.step = int(self.state.step)
-        self.train_step, self.eval_step = make_train_step(structure, optimizer), make_eval_step(structure)
+        self.train_step = make_train_step(structure, optimizer, sharding=everywhere)
+        self.eval_step = make_eval_step(structure)
         self.metrics = Metrics(run.metrics, resume_after=self.step)
         self.tokens, self.started = 0, time.monotonic()
         self.unread: tuple[int, dict[str, Any]] | None = None
@@ -156,7 +175,7 @@ class _Loop:
 
     def update(self) -> None:
         batch = next(self.batches)
-        self.state, metrics = self.train_step(self.state, batch)
+        self.state, metrics = self.train_step(self.state, jax.device_put(batch, self.shared))
         # The metrics of the update before are read while this one runs.
         self.read_metrics()
         self.step += 1
@@ -186,7 +205,7 @@ class _Loop:
 
     def evaluate(self) -> None:
         self.read_metrics()
-        sums = [self.eval_step(self.state.params, batch) for batch in self.evaluation]
+        sums = [self.eval_step(self.state.params, jax.device_put(batch, self.shared)) for batch in self.evaluation]
         nats, labels = (sum(float(pair[i]) for pair in sums) for i in range(2))
         self.metrics.write({"step": self.step, "validation_loss": nats / labels})
         self.watcher.evaluated(self.step, nats / labels)

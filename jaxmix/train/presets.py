@@ -6,16 +6,17 @@ from jaxmix.train.config import DataConfig, OptimizerConfig, TrainConfig
 
 QUICKSTART = TrainConfig(
     model=DecoderConfig(
-        vocab_size=2048,
-        d_model=192,
-        layers=(HLAConfig(heads=6),) * 3,
-        hidden=512,
-        tie_embeddings=True,
+        vocab_size=4096,
+        d_model=96,
+        layers=(HLAConfig(heads=6, decay="data", chunk_size=32),) * 2,
+        hidden=256,
+        init_std=0.04,
     ),
-    data=DataConfig(corpus="sotu", tokenizer="bpe-2048", length=256, batch_size=8),
-    optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=50),
-    steps=600,
-    eval_every=50,
+    data=DataConfig(corpus="sotu", tokenizer="bpe-4096", length=256, batch_size=4),
+    optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=200, final_fraction=0.02),
+    steps=2000,
+    eval_every=200,
+    eval_batches=32,
 )
 """A second-order HLA decoder on the messages of presidents: a few minutes on two CPU cores."""
 

@@ -56,13 +56,14 @@ def batch_loss(model: Callable[..., Any], batch: Batch) -> tuple[jax.Array, jax.
 
 
 def make_train_step(
-    structure: Any, optimizer: optax.GradientTransformation
+    structure: Any, optimizer: optax.GradientTransformation, *, sharding: jax.sharding.Sharding | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Compiles one update; the state that goes in is given up (its memory is reused).
 
     Args:
         structure: from `split_model`.
         optimizer: from `make_optimizer`.
+        sharding: of the state that comes out; what the compiler chooses by default.
 
     Returns:
         (state, batch) -> (state, {"loss": mean nats per label, "grad_norm": before clipping, "labels": how many}).
@@ -79,7 +80,7 @@ def make_train_step(
         metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "labels": labels}
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, out_shardings=sharding)
 
 
 def make_eval_step(structure: Any) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:

@@ -56,10 +56,10 @@ mode is switched on for the duration of the checks and in their threads only. A 
 """
 
 from jaxmix.verify.errata import errata_rows
+from jaxmix.verify.mixer import MixerUnderTest
 from jaxmix.verify.options import VerifyOptions
 from jaxmix.verify.report import Report, Row, relative_error
 from jaxmix.verify.runner import verify, verify_mixer
-from jaxmix.verify.subject import MixerUnderTest
 
 __all__ = [
     "MixerUnderTest",

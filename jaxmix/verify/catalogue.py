@@ -11,8 +11,8 @@ import numpy as np
 from jaxmix import operators
 from jaxmix.mixers import ahla, hla2, hla3, linear_attention
 from jaxmix.verify import explicit
+from jaxmix.verify.mixer import InputMaker, MixerUnderTest
 from jaxmix.verify.options import VerifyOptions
-from jaxmix.verify.subject import InputMaker, MixerUnderTest
 
 Gate = Literal["none", "per head", "per token"]
 GATES: tuple[Gate, ...] = ("none", "per head", "per token")

@@ -14,9 +14,10 @@ import jax
 from jaxmix.verify import checks
 from jaxmix.verify.catalogue import select
 from jaxmix.verify.errata import errata_rows
+from jaxmix.verify.mixer import MixerUnderTest
 from jaxmix.verify.options import VerifyOptions
 from jaxmix.verify.report import CheckName, Report, Row, environment
-from jaxmix.verify.subject import MixerUnderTest, Subject
+from jaxmix.verify.subject import Subject
 
 WORKERS = 2
 Check = Callable[[Subject], Iterator[Row]]

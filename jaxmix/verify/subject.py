@@ -11,73 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmix.verify.mixer import SCAN, SERIAL, Inputs, MixerUnderTest
 from jaxmix.verify.options import VerifyOptions
 from jaxmix.verify.report import CheckName, Row
 
-Inputs = Mapping[str, np.ndarray]
-InputMaker = Callable[[np.random.Generator, VerifyOptions], Inputs]
-SERIAL = "serial"
-SCAN = "scan"
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 """Halves the compile time on a CPU. Only for float64 runs: forms of lower dtype are compiled as users compile them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MixerUnderTest:
-    """A mixer, how to call it and what to compare it with.
-
-    Attributes:
-        name: Name shown in the report.
-        function: The mixer, called as `function(**inputs, segment_ids=..., initial_state=..., implementation=...,
-            chunk_size=...)`; returns (out, final_state), out [B, T, ...]. `implementation` is "serial" or "scan",
-            `chunk_size` an int, `segment_ids` None or int32 [B, T] with 0 = padding, `initial_state` None or a state
-            that the function returned.
-        make_inputs: `make_inputs(rng, options)` returns the array arguments by name, as numpy float64. Several ways to
-            call one mixer (with and without gates, say) are a mapping from a label to such a function; the last is used
-            for gradients, split, packed, causality and the operator, so put the richest last.
-        per_token: Names of the arguments laid out [B, T, ...]. Default: every argument whose shape begins (B, T).
-        float32_arguments: Names of arguments that stay float32 when `options.dtype` is lower (gates).
-        brute_force: `brute_force(**inputs)` returns the same out, in numpy float64, by any independent route.
-        operator: Summary class with `token_summary(**inputs)`, `combine(a, b)`, `identity(shape, key_size, value_size,
-            dtype)` and, optionally, `read(q)`; see `jaxmix.operators`. Inputs are q, k, v with as many key/value heads
-            as query heads, and what else `make_inputs` returns.
-        option: The option that is checked, shown in the report.
-        read_outs: Names of options that read one and the same state, verified together to save compilation: `function`
-            and `brute_force` then return a tuple of outs in this order. Gradients are those of the last, under
-            `options.full` those of each; an operator's `read` belongs to the first.
-        segments: Whether `segment_ids` is served.
-        implementations: Which of "serial" and "scan" the function has; "serial" is required.
-        fresh_state: From a state of jax.ShapeDtypeStruct to the state of a stream that has seen nothing; default zeros.
-    """
-
-    name: str
-    function: Callable[..., tuple[Any, Any]]
-    make_inputs: InputMaker | Mapping[str, InputMaker]
-    per_token: tuple[str, ...] | None = None
-    float32_arguments: tuple[str, ...] = ("log_decay",)
-    brute_force: Callable[..., Any] | None = None
-    operator: type | None = None
-    option: str = ""
-    read_outs: tuple[str, ...] = ()
-    segments: bool = True
-    implementations: tuple[str, ...] = (SERIAL, SCAN)
-    fresh_state: Callable[[Any], Any] | None = None
-
-    def __post_init__(self) -> None:
-        if SERIAL not in self.implementations or set(self.implementations) - {SERIAL, SCAN}:
-            raise ValueError(
-                f"implementations: expected ('serial',) or ('serial', 'scan'), got {self.implementations}; "
-                "the serial form is what everything is compared with"
-            )
-        if self.option and self.read_outs:
-            raise ValueError(f"option: expected none beside read_outs {self.read_outs}, got {self.option!r}")
-        if not self.input_makers:
-            raise ValueError("make_inputs: expected a function or a mapping with at least one, got an empty mapping")
-
-    @property
-    def input_makers(self) -> Mapping[str, InputMaker]:
-        """The makers by label."""
-        return self.make_inputs if isinstance(self.make_inputs, Mapping) else {"": self.make_inputs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +38,8 @@ class Subject:
     """A mixer with its inputs, and its forms compiled once each.
 
     Compiling is most of the cost of a verification. The key forms (serial, and the scan with several chunks) are
-    therefore always called in one way, with segment ids and with an initial state, so that one compiled function serves
-    all checks on the last of `make_inputs`.
+    therefore always called in one way, with segment ids, an initial state and their gradients, so that one compiled
+    function serves all checks on the last of `make_inputs`.
 
     Args:
         mixer: The mixer under test.
@@ -110,12 +49,13 @@ class Subject:
     def __init__(self, mixer: MixerUnderTest, options: VerifyOptions) -> None:
         self.mixer = mixer
         self.options = options
+        self.read_outs = mixer.read_outs or (mixer.option,)
         self.serial = Form(SERIAL)
         scans = [Form(SCAN, c) for c in options.chunk_sizes] if SCAN in mixer.implementations else []
         self.forms = (self.serial, *scans)
         self.short_scan = next((f for f in scans if f.chunk_size == options.short_chunk), None)
         self.key_forms = (self.serial,) if self.short_scan is None else (self.serial, self.short_scan)
-        self._compiled: dict[tuple[Form, bool], Callable[..., tuple[Any, Any]]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def inputs(self, label: str | None = None, *, stream: int = 0) -> dict[str, np.ndarray]:
         """Random inputs of one way to call the mixer (default: the last); another `stream`, other numbers."""
@@ -146,13 +86,6 @@ class Subject:
 
         return {name: choose(name, x) if name in tokens else x for name, x in first.items()}
 
-    def compiled(self, form: Form, *, fast: bool = True) -> Callable[..., tuple[Any, Any]]:
-        """The jitted form: `(inputs, segment_ids=None, initial_state=None) -> (out, final_state)`."""
-        if (form, fast) not in self._compiled:
-            function = functools.partial(self.apply, form)
-            self._compiled[form, fast] = compile_fast(function) if fast else jax.jit(function)
-        return self._compiled[form, fast]
-
     def apply(self, form: Form, inputs: Mapping[str, Any], segment_ids: Any = None, initial_state: Any = None) -> Any:
         """Call the mixer in one form."""
         return self.mixer.function(
@@ -163,21 +96,72 @@ class Subject:
             chunk_size=form.chunk_size,
         )
 
+    def compiled(self, form: Form, *, fast: bool = True) -> Callable[..., tuple[Any, Any]]:
+        """The jitted form: `(inputs, segment_ids=None, initial_state=None) -> (out, final_state)`."""
+        if (form, fast) not in self._compiled:
+            function = functools.partial(self.apply, form)
+            self._compiled[form, fast] = compile_fast(function) if fast else jax.jit(function)
+        return self._compiled[form, fast]
+
     def call(self, form: Form, inputs: Inputs, segment_ids: Any = None, initial_state: Any = None) -> tuple[Any, Any]:
         """The compiled form in float64; the key forms always with segment ids and initial state."""
-        if form in self.key_forms:
-            if segment_ids is None and self.mixer.segments:
-                segment_ids = np.ones((self.options.batch, self.options.length), np.int32)
-            initial_state = self.fresh_state(inputs) if initial_state is None else initial_state
-        result = self.compiled(form)(dict(inputs), segment_ids, initial_state)
+        if form not in self.key_forms:
+            result = self.compiled(form)(dict(inputs), segment_ids, initial_state)
+        elif self.gradient_error is None:
+            result, _ = self.evaluate(form, inputs, segment_ids, initial_state)
+        else:
+            result = self.compiled(form)(dict(inputs), *self._filled(segment_ids, initial_state))
         return jax.tree.map(np.asarray, result)
 
-    def fresh_state(self, inputs: Inputs) -> Any:
+    def evaluate(
+        self,
+        form: Form,
+        inputs: Inputs,
+        segment_ids: Any = None,
+        initial_state: Any = None,
+        *,
+        weights: Any = None,
+        option: str | None = None,
+    ) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """(out, final_state), and the gradients of the sum of `weights` times (out of one option, final_state).
+
+        Args:
+            form: The form.
+            inputs: Arguments by name.
+            segment_ids: Int32 [B, T]; None is one segment.
+            initial_state: State; None is a fresh one.
+            weights: In the structure of (out, final_state); None is zero.
+            option: The read-out whose gradient is taken; None is the last.
+
+        Returns:
+            The result, and a dict of the gradients of "inputs" and "initial_state".
+        """
+        option = self.read_outs[-1] if option is None else option
+        segment_ids, initial_state = self._filled(segment_ids, initial_state)
+        if weights is None:
+            out, state = self._shapes
+            weights = jax.tree.map(lambda x: np.zeros(x.shape), (self.by_option(out)[option], state))
+        if (form, option) not in self._compiled:
+            self._compiled[form, option] = compile_fast(self._with_gradients(form, option))
+        arguments = {"inputs": dict(inputs), "initial_state": initial_state}
+        gradients, result = self._compiled[form, option](arguments, segment_ids, weights)
+        return jax.tree.map(np.asarray, result), jax.tree.map(np.asarray, gradients)
+
+    @functools.cached_property
+    def gradient_error(self) -> Exception | None:
+        """Why there is no gradient, if so; the other checks then run without it."""
+        try:
+            for form in self.key_forms:
+                self.evaluate(form, self.inputs())
+        except Exception as error:
+            return error
+        return None
+
+    def fresh_state(self) -> Any:
         """The state of a stream that has seen nothing."""
-        _, state = jax.eval_shape(functools.partial(self.apply, self.serial), dict(inputs))
         if self.mixer.fresh_state is not None:
-            return self.mixer.fresh_state(state)
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+            return self.mixer.fresh_state(self._shapes[1])
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes[1])
 
     def cast(self, inputs: Inputs, dtype: str) -> dict[str, Any]:
         """The inputs as jax arrays of `dtype`, gates in float32 at least."""
@@ -187,13 +171,31 @@ class Subject:
 
     def by_option(self, out: Any) -> dict[str, Any]:
         """The outputs by option."""
-        return dict(zip(self.mixer.read_outs, out, strict=True)) if self.mixer.read_outs else {self.mixer.option: out}
+        return dict(zip(self.read_outs, out, strict=True)) if self.mixer.read_outs else {self.mixer.option: out}
 
     def row(self, check: CheckName, case: str, error: float, tolerance: float, *, option: str | None = None) -> Row:
         """A row of the report about this mixer; without an option, about the state, beside the first read-out."""
-        if option is None:
-            option = (self.mixer.read_outs or (self.mixer.option,))[0]
+        option = self.read_outs[0] if option is None else option
         return Row(mixer=self.mixer.name, option=option, check=check, case=case, error=error, tolerance=tolerance)
+
+    @functools.cached_property
+    def _shapes(self) -> tuple[Any, Any]:
+        """Shapes of (out, final_state) of the last of `make_inputs`."""
+        return jax.eval_shape(functools.partial(self.apply, self.serial), self.inputs())
+
+    def _filled(self, segment_ids: Any, initial_state: Any) -> tuple[Any, Any]:
+        """Segment ids and initial state, in place of None those that change nothing."""
+        if segment_ids is None and self.mixer.segments:
+            segment_ids = np.ones((self.options.batch, self.options.length), np.int32)
+        return segment_ids, self.fresh_state() if initial_state is None else initial_state
+
+    def _with_gradients(self, form: Form, option: str) -> Callable[..., Any]:
+        def loss(arguments: Any, segment_ids: Any, weights: Any) -> tuple[Any, Any]:
+            out, state = self.apply(form, arguments["inputs"], segment_ids, arguments["initial_state"])
+            terms = jax.tree.map(jnp.vdot, weights, (self.by_option(out)[option], state))
+            return sum(jax.tree.leaves(terms)), (out, state)
+
+        return jax.grad(loss, has_aux=True)
 
 
 def compile_fast(function: Callable[..., Any]) -> Callable[..., Any]:

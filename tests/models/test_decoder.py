@@ -10,7 +10,7 @@ import pytest
 from flax import linen, nnx
 
 from jaxmix.models import Decoder, DecoderConfig, DecoderState
-from jaxmix.nn import HLAConfig, LinearAttentionConfig, SoftmaxAttentionConfig
+from jaxmix.nn import HLAConfig, SoftmaxAttentionConfig
 from jaxmix.nn.parameters import AXES
 from tests.tolerances import FORMS, assert_close, assert_same_bits
 
@@ -22,7 +22,7 @@ HYBRID = DecoderConfig(
     vocab_size=VOCAB,
     d_model=16,
     hidden=24,
-    layers=(HLA2, SOFTMAX, HLA2, SOFTMAX, LinearAttentionConfig(heads=2, chunk_size=4)),
+    layers=(HLA2, SOFTMAX, HLA2, SOFTMAX, SOFTMAX),
     param_dtype="float64",
     dtype="float64",
     init_std=0.2,

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmix.verify.mixer import Inputs
 from jaxmix.verify.options import EXACT, TOLERANCE
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Inputs, Subject, segment_layout
+from jaxmix.verify.subject import Form, Subject, segment_layout
 
 EXPLICIT_TOKENS = 32
 

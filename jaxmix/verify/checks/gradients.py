@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmix.verify.options import FINITE_DIFFERENCE, GRADIENT
 from jaxmix.verify.report import Row, relative_error
-from jaxmix.verify.subject import Form, Subject, compile_fast
+from jaxmix.verify.subject import Form, Subject
 
 DIRECTIONS = 3
 STEP = 3e-4
@@ -22,54 +21,41 @@ STENCIL = ((1.0, 8.0 / 12.0), (-1.0, -8.0 / 12.0), (2.0, -1.0 / 12.0), (-2.0, 1.
 
 def gradients(subject: Subject) -> Iterator[Row]:
     """Gradients of a random weighting of outputs and final state, with an initial state, in float64."""
+    if subject.gradient_error is not None:
+        raise subject.gradient_error
     inputs = subject.inputs()
     state = subject.call(subject.serial, subject.inputs(stream=1))[1]
-    arguments = {"inputs": inputs, "initial_state": state}
-    result = subject.call(subject.serial, inputs, None, state)
-    options = list(subject.by_option(result[0]))
-    for option in options if subject.options.full else options[-1:]:
-        weights = random_weights(subject, (subject.by_option(result[0])[option], result[1]))
-        yield from _rows(subject, option, arguments, weights)
+    out, final_state = subject.call(subject.serial, inputs, None, state)
+    for option in subject.read_outs if subject.options.full else subject.read_outs[-1:]:
+        weights = random_weights(subject, (subject.by_option(out)[option], final_state))
+        yield from _rows(subject, option, {"inputs": inputs, "initial_state": state}, weights)
 
 
 def _rows(subject: Subject, option: str, arguments: Any, weights: Any) -> Iterator[Row]:
     def loss(values: Any) -> float:
         out, state = subject.call(subject.serial, values["inputs"], None, values["initial_state"])
-        return float(_weighted((subject.by_option(out)[option], state), weights, np))
+        terms = jax.tree.map(np.vdot, weights, (subject.by_option(out)[option], state))
+        return float(sum(jax.tree.leaves(terms)))
 
-    serial = _named(gradient_function(subject, subject.serial, option)(arguments, weights))
-    for name, gradient in serial.items():
+    def gradient_of(form: Form) -> dict[str, np.ndarray]:
+        given = arguments["inputs"], None, arguments["initial_state"]
+        return _named(subject.evaluate(form, *given, weights=weights, option=option)[1])
+
+    by_form = {form: gradient_of(form) for form in subject.key_forms}
+    for name, gradient in by_form[subject.serial].items():
         error = _finite_difference_error(loss, arguments, name, gradient, subject.options.seed)
         case = f"serial against finite differences: {name}"
         yield subject.row("gradients", case, error, FINITE_DIFFERENCE, option=option)
-    if subject.short_scan is None:
-        return
-    scan = _named(gradient_function(subject, subject.short_scan, option)(arguments, weights))
-    for name, gradient in serial.items():
-        error = relative_error(scan[name], gradient)
-        yield subject.row(
-            "gradients", f"{subject.short_scan.label} against serial: {name}", error, GRADIENT, option=option
-        )
-
-
-def gradient_function(subject: Subject, form: Form, option: str) -> Callable[..., Any]:
-    """`(arguments, weights, segment_ids=None) -> gradients of arguments`: inputs, and initial_state or None."""
-
-    def loss(arguments: Any, weights: Any, segment_ids: Any = None) -> Any:
-        out, state = subject.apply(form, arguments["inputs"], segment_ids, arguments["initial_state"])
-        return _weighted((subject.by_option(out)[option], state), weights, jnp)
-
-    return compile_fast(jax.grad(loss))
+    for form in subject.key_forms[1:]:
+        for name, gradient in by_form[subject.serial].items():
+            error = relative_error(by_form[form][name], gradient)
+            yield subject.row("gradients", f"{form.label} against serial: {name}", error, GRADIENT, option=option)
 
 
 def random_weights(subject: Subject, result: Any) -> Any:
     """Normal numbers in the structure of a result (out, final_state), so scaled that no array outweighs the others."""
     rng = np.random.default_rng([subject.options.seed, 2])
     return jax.tree.map(lambda x: rng.standard_normal(x.shape) / (np.abs(x).max() or 1.0), result)
-
-
-def _weighted(result: Any, weights: Any, numpy: Any) -> Any:
-    return sum(numpy.vdot(w, x) for x, w in zip(jax.tree.leaves(result), jax.tree.leaves(weights), strict=True))
 
 
 def _finite_difference_error(

@@ -29,8 +29,8 @@ def operator(subject: Subject) -> Iterator[Row]:
     inputs = alike.take(alike.inputs(), np.s_[:, :FOLDED_TOKENS])
     length = min(FOLDED_TOKENS, subject.options.length)
     combine = compile_fast(kind.combine)
-    stacked = compile_fast(kind.token_summary)(**inputs)
-    tokens = [jax.tree.map(lambda x, t=t: np.asarray(x[:, t]), stacked) for t in range(length)]
+    stacked = jax.tree.map(np.asarray, compile_fast(kind.token_summary)(**inputs))
+    tokens = [jax.tree.map(lambda x, t=t: x[:, t], stacked) for t in range(length)]
     left = left_fold(combine, tokens)
 
     def row(case: str, error: float) -> Row:

@@ -8,45 +8,39 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmix.verify.checks.gradients import gradient_function, random_weights
+from jaxmix.verify.checks.gradients import random_weights
 from jaxmix.verify.options import EXACT, TOLERANCE
 from jaxmix.verify.report import Row, relative_error
 from jaxmix.verify.subject import Form, Subject, document_length, segment_layout
 
 
 def packed(subject: Subject) -> Iterator[Row]:
-    """Two documents a row, padding between, behind, in front and inside, NaN in the padded inputs.
-
-    Gradients are compared under `options.full` only.
-    """
+    """Two documents a row, padding between, behind, in front and inside, NaN in the padded inputs."""
     if not subject.mixer.segments:
         return
     ids = segment_layout(subject.options)
     inputs = subject.inputs()
     holed = subject.mix(ids == 0, inputs, np.nan)
     for form in subject.key_forms:
-        out, state = subject.call(form, holed, ids)
-        yield from _outputs(subject, form, inputs, ids, (out, state))
-        yield from _isolation(subject, form, holed, ids, (out, state))
-        if subject.options.full:
-            for option, x in subject.by_option(out).items():
-                weights = random_weights(subject, (x, state))
-                yield from _gradients(subject, form, option, holed, ids, weights)
+        result = subject.call(form, holed, ids)
+        yield from _outputs(subject, form, inputs, ids, result)
+        yield from _isolation(subject, form, holed, ids, result)
+        if subject.gradient_error is None:
+            options = subject.read_outs if subject.options.full else subject.read_outs[-1:]
+            for option in options:
+                yield from _gradients(subject, form, option, inputs, holed, ids)
 
 
 def _outputs(subject: Subject, form: Form, inputs: Any, ids: np.ndarray, result: Any) -> Iterator[Row]:
-    """The documents by themselves, each with padding behind it."""
-    size, shape = document_length(subject.options), ids.shape
-    alone_ids = np.broadcast_to(np.arange(shape[1]) < size, shape).astype(np.int32)
+    """Outputs and final state against those of the documents by themselves, each with padding behind it."""
+    size = document_length(subject.options)
     expected = jax.tree.map(np.zeros_like, result[0])
     last_state = None
     for document in (1, 2):
-        rows, columns = _positions(ids, document)
-        moved = np.zeros(shape, int)
-        moved[:, :size] = columns
-        alone, last_state = subject.call(form, subject.take(inputs, (np.arange(shape[0])[:, None], moved)), alone_ids)
+        alone, last_state = subject.call(form, *_alone(subject, inputs, ids, document))
+        where = _positions(ids, document)
         for whole, piece in zip(jax.tree.leaves(expected), jax.tree.leaves(alone), strict=True):
-            whole[rows, columns] = piece[:, :size]
+            whole[where] = piece[:, :size]
     for option, x in subject.by_option(result[0]).items():
         error = relative_error(x, subject.by_option(expected)[option])
         case = f"{form.label}: outputs against separate documents, 0 at padding"
@@ -68,22 +62,40 @@ def _isolation(subject: Subject, form: Form, holed: Any, ids: np.ndarray, result
         yield subject.row("packed", case, error, 0.0, option=option)
 
 
-def _gradients(subject: Subject, form: Form, option: str, holed: Any, ids: np.ndarray, weights: Any) -> Iterator[Row]:
-    gradient = gradient_function(subject, form, option)
-    got = gradient({"inputs": holed, "initial_state": None}, weights, ids)["inputs"]
-    tokens = subject.per_token(holed)
-    expected = {name: np.zeros_like(x) for name, x in holed.items()}
+def _gradients(subject: Subject, form: Form, option: str, inputs: Any, holed: Any, ids: np.ndarray) -> Iterator[Row]:
+    """Gradients of a weighting of outputs and final state against those of the documents by themselves."""
+    size, tokens = document_length(subject.options), subject.per_token(inputs)
+    out, state = subject.call(form, holed, ids)
+    weights = random_weights(subject, (subject.by_option(out)[option], state))
+    got = subject.evaluate(form, holed, ids, weights=weights, option=option)[1]["inputs"]
+    expected = {name: np.zeros_like(x) for name, x in inputs.items()}
     for document in (1, 2):
         where = _positions(ids, document)
+        own = np.zeros_like(weights[0])
+        own[:, :size] = weights[0][where]
         kept = float(document == 2)
-        own = (weights[0][where], jax.tree.map(lambda w, kept=kept: kept * w, weights[1]))
-        alone = gradient({"inputs": subject.take(holed, where), "initial_state": None}, own)["inputs"]
-        for name, x in alone.items():
-            expected[name][where if name in tokens else ...] += np.asarray(x)
+        own_weights = (own, jax.tree.map(lambda w, kept=kept: kept * w, weights[1]))
+        alone, alone_ids = _alone(subject, inputs, ids, document)
+        gradient = subject.evaluate(form, alone, alone_ids, weights=own_weights, option=option)[1]["inputs"]
+        for name, x in gradient.items():
+            if name in tokens:
+                expected[name][where] = x[:, :size]
+            else:
+                expected[name] += x
     for name, reference in expected.items():
         error = relative_error(got[name], reference)
         case = f"{form.label}: gradient of {name} against separate documents, 0 at padding"
         yield subject.row("packed", case, error, _tolerance(subject, form), option=option)
+
+
+def _alone(subject: Subject, inputs: Any, ids: np.ndarray, document: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The inputs and segment ids of one document by itself, at the front, padding behind it."""
+    rows, columns = _positions(ids, document)
+    front = np.zeros(ids.shape, int)
+    front[:, : columns.shape[1]] = columns
+    alone_ids = np.zeros_like(ids)
+    alone_ids[:, : columns.shape[1]] = 1
+    return subject.take(inputs, (rows[:, :1], front)), alone_ids
 
 
 def _positions(ids: np.ndarray, document: int) -> tuple[np.ndarray, np.ndarray]:
