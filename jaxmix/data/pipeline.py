@@ -4,7 +4,6 @@ documents -> this host's share -> shuffle -> repeat -> concatenate and split int
 """
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,17 @@ from grain.experimental import ConcatThenSplitIterDataset, WindowShuffleIterData
 from jaxmix.data.shards import read_shards
 
 
-@dataclass(frozen=True)
-class ShiftLabels(grain.transforms.Map):
+def shift_labels(element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Turns a packed window of T + 1 tokens into T inputs and the T tokens that follow them."""
-
-    def map(self, element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Shifts one window; see `packed_batches` for what comes out."""
-        tokens, segment_ids = element["tokens"], element["tokens_segment_ids"]
-        same_document = (segment_ids[1:] == segment_ids[:-1]) & (segment_ids[1:] > 0)
-        return {
-            "tokens": tokens[:-1],
-            "labels": np.where(same_document, tokens[1:], 0).astype(np.int32),
-            "segment_ids": segment_ids[:-1],
-            "positions": element["tokens_positions"][:-1],
-            "weights": same_document.astype(np.float32),
-        }
+    tokens, segment_ids = element["tokens"], element["tokens_segment_ids"]
+    same_document = (segment_ids[1:] == segment_ids[:-1]) & (segment_ids[1:] > 0)
+    return {
+        "tokens": tokens[:-1],
+        "labels": np.where(same_document, tokens[1:], 0).astype(np.int32),
+        "segment_ids": segment_ids[:-1],
+        "positions": element["tokens_positions"][:-1],
+        "weights": same_document.astype(np.float32),
+    }
 
 
 def packed_batches(
@@ -98,7 +93,7 @@ def packed_batches(
         documents = documents.repeat()
     windows = ConcatThenSplitIterDataset(
         documents.to_iter_dataset(grain.ReadOptions(num_threads=0)), length_struct={"tokens": length + 1}
-    ).map(ShiftLabels())
+    ).map(shift_labels)
     if seed is not None and shuffle_window > 1:
         windows = WindowShuffleIterDataset(windows, window_size=shuffle_window, seed=seed)
     batches = windows.batch(batch_size, batch_fn=functools.partial(batch_and_pad, batch_size=batch_size))

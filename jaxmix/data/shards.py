@@ -1,10 +1,12 @@
 """Token shards: array_record files with one document a record, and a manifest that says what they hold."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -124,19 +126,9 @@ def write_shards(
     return tuple(names)
 
 
-@dataclass(frozen=True)
-class DecodeTokens(grain.transforms.Map):
-    """Turns a record into {"tokens": int32 [tokens]}.
-
-    Attributes:
-        vocab_size: the vocabulary that the shards were written for.
-    """
-
-    vocab_size: int
-
-    def map(self, element: bytes) -> dict[str, np.ndarray]:
-        """Decodes one record."""
-        return {"tokens": np.frombuffer(element, token_dtype(self.vocab_size)).astype(np.int32)}
+def decode_tokens(record: bytes, dtype: np.dtype) -> dict[str, np.ndarray]:
+    """A record as {"tokens": int32 [tokens]}; `dtype` is that of `token_dtype`."""
+    return {"tokens": np.frombuffer(record, dtype).astype(np.int32)}
 
 
 def read_shards(directory: Path, split: str) -> grain.MapDataset:
@@ -153,5 +145,7 @@ def read_shards(directory: Path, split: str) -> grain.MapDataset:
     if split not in manifest.splits:
         raise ValueError(f"split: expected one of {sorted(manifest.splits)}, got {split!r}")
     files: Sequence[str] = [str(directory / name) for name in manifest.splits[split].shards]
-    source = grain.sources.ArrayRecordDataSource(files)
-    return grain.MapDataset.source(source).map(DecodeTokens(manifest.vocab_size))
+    # The source has the methods of a sequence, but its package declares no types that say so.
+    source: Any = grain.sources.ArrayRecordDataSource(files)
+    decode = functools.partial(decode_tokens, dtype=token_dtype(manifest.vocab_size))
+    return grain.MapDataset.source(source).map(decode)

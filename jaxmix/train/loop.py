@@ -79,6 +79,8 @@ def fit(
     run.check_same(config)
     mesh = make_mesh(data=devices or sharing_devices(config.data.batch_size, len(jax.devices())))
     corpus = load_corpus(config.data.corpus, validation_fraction=config.data.validation_fraction)
+    if config.data.newest is not None:
+        corpus = corpus.newest(config.data.newest)
     data = prepare(corpus, config.data.tokenizer, run.data)
     config = config.resolve(data.manifest.vocab_size)
     run.tokenizer.mkdir(exist_ok=True)

@@ -62,7 +62,7 @@ def plot_losses(
             fontsize=9,
         )
     shown = [*losses[len(losses) // 20 :], *yardsticks.values()]
-    margin = 0.08 * (max(shown) - min(shown))
+    margin = 0.08 * (max(shown) - min(shown)) or 0.1
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
     axes.set_xlim(0, steps[-1])
     axes.set(xlabel="update", ylabel="bits per byte")

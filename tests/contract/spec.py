@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 SERIAL = Form("serial")
-SCAN = Form("scan", 9)
+SCAN = Form("scan", 16)
 TOKEN_SCAN = Form("scan", 1)
 
 
@@ -93,6 +93,7 @@ class MixerSpec:
         values: name of the input that gives the output its dtype.
         representatives: names of the variants for tests that compile functions of their own; empty for all.
         sharded_variants: names of the variants that are also tested with tokens split over devices.
+        lengths: short sequences that are tested besides those that every mixer is; each is compiled by itself.
     """
 
     function: Callable[..., tuple[Any, Any]]
@@ -106,6 +107,7 @@ class MixerSpec:
     values: str = "v"
     representatives: tuple[str, ...] = ()
     sharded_variants: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (5, 9, 15)
 
     @property
     def main(self) -> Variant:

@@ -9,6 +9,7 @@ class Suite:
     any_variant: the whole catalogue of options. Only for tests whose compiled functions all others share.
     variant: the representatives, for tests that compile functions of their own.
     sharded_variant: the representatives that are split over devices.
+    own_length: the short lengths that this mixer asks for.
     """
 
     spec: MixerSpec
@@ -23,3 +24,5 @@ class Suite:
         for argument in names.keys() & set(metafunc.fixturenames):
             chosen = {name: self.spec.variants[name] for name in names[argument]}
             metafunc.parametrize(argument, chosen.values(), ids=chosen.keys())
+        if "own_length" in metafunc.fixturenames:
+            metafunc.parametrize("own_length", self.spec.lengths)

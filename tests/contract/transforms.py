@@ -154,6 +154,7 @@ class Transforms(Suite):
 
         traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(inputs, state)
         products = [equation for equation in primitives(traced) if equation.primitive.name == "dot_general"]
+        assert products
         for equation in products:
             chosen = equation.params["precision"]
             chosen = chosen if isinstance(chosen, tuple) else (chosen,)

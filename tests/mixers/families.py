@@ -43,7 +43,7 @@ def shared_heads(variant) -> int:
     return variant.shape.heads if variant.gate in ("token", "head") else variant.shape.kv_heads
 
 
-def make_spec(function, state, one_head, variants=None, representatives=(NORMALISED,)) -> MixerSpec:
+def make_spec(function, state, one_head, variants=None, representatives=(), **fields) -> MixerSpec:
     """Makes the spec of a mixer from its definition for one head, its own variants and who represents them."""
 
     def init_state(variant, batch, dtype):
@@ -60,5 +60,5 @@ def make_spec(function, state, one_head, variants=None, representatives=(NORMALI
         brute_force=lambda inputs, segment_ids, variant: by_document(one_head, inputs, segment_ids, **variant.options),
         variants=COMMON | (variants or {}),
         representatives=(PLAIN, *representatives),
-        sharded_variants=(PLAIN, NORMALISED),
+        **{"sharded_variants": (PLAIN,), **fields},
     )

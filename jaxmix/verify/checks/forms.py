@@ -56,7 +56,7 @@ def _compare(
             out, final = run(form, inputs, segment_ids)
         else:
             with jax.enable_x64(False):
-                out, final = subject.compiled(form, fast=False)(subject.cast(inputs, dtype), segment_ids)
+                out, final = subject.compiled(form)(subject.cast(inputs, dtype), segment_ids)
         case = f"{where}{form.label}, {dtype}"
         for option, x in subject.by_option(out).items():
             error = relative_error(x, subject.by_option(reference)[option])

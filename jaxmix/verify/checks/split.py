@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,40 +17,57 @@ Result = tuple[Any, Any]
 
 
 def split(subject: Subject) -> Iterator[Row]:
-    """A stream that continues another: one pass, two calls, token by token, and a scan that hands on to serial."""
-    inputs = subject.inputs()
+    """A stream that continues another: one pass against several calls, down to single tokens.
+
+    Calls of other lengths have to be compiled. Unless `options.full`, the scan form is split by padding only (the first
+    call sees the rest as padding, the second the beginning), where the mixer has segments.
+    """
+    inputs, length = subject.inputs(), subject.options.length
     state = subject.call(subject.serial, subject.inputs(stream=1))[1]
-    whole = {form: subject.call(form, inputs, None, state) for form in subject.key_forms}
-    halves = {form: _halves(subject, form, form, inputs, state) for form in subject.key_forms}
+    half = length // 2
     for form in subject.key_forms:
-        yield from _rows(subject, f"{form.label}: two calls", halves[form], whole[form], form)
-        if form == subject.serial or subject.options.full:
-            steps = _token_by_token(subject, form, inputs, state)
-            yield from _rows(subject, f"{form.label}: token by token", steps, whole[form], form)
+        whole = subject.call(form, inputs, None, state)
+        if subject.mixer.segments:
+            yield from _rows(
+                subject, f"{form.label}: two calls", _padded(subject, form, form, inputs, state), whole, form
+            )
+        if form == subject.serial or subject.options.full or not subject.mixer.segments:
+            calls = [(form, half), (form, half), (form, length - 2 * half)]
+            yield from _rows(
+                subject, f"{form.label}: shorter calls", _calls(subject, calls, inputs, state), whole, form
+            )
+            calls = [(form, 1)] * length
+            yield from _rows(
+                subject, f"{form.label}: token by token", _calls(subject, calls, inputs, state), whole, form
+            )
     if subject.short_scan is not None:
-        mixed = _halves(subject, subject.short_scan, subject.serial, inputs, state)
-        yield from _rows(subject, "scan, then serial", mixed, whole[subject.serial], subject.short_scan)
+        whole = subject.call(subject.serial, inputs, None, state)
+        if subject.mixer.segments:
+            mixed = _padded(subject, subject.short_scan, subject.serial, inputs, state)
+        else:
+            calls = [(subject.short_scan, half), (subject.serial, half), (subject.serial, length - 2 * half)]
+            mixed = _calls(subject, calls, inputs, state)
+        yield from _rows(subject, "scan, then serial", mixed, whole, subject.short_scan)
 
 
-def _halves(subject: Subject, first: Form, second: Form, inputs: Inputs, state: Any) -> Result:
-    """Two calls: with segments by padding the rest (nothing to compile), without by arrays of half the length."""
+def _padded(subject: Subject, first: Form, second: Form, inputs: Inputs, state: Any) -> Result:
+    """Two calls of the whole length, each with the other's tokens as padding."""
     batch, length = subject.options.batch, subject.options.length
     early = np.broadcast_to(np.arange(length) < length // 2, (batch, length))
-    if subject.mixer.segments:
-        out, state = subject.call(first, subject.mix(~early, inputs, np.nan), early.astype(np.int32), state)
-        rest, state = subject.call(second, subject.mix(early, inputs, np.nan), (~early).astype(np.int32), state)
-        return jax.tree.map(np.add, out, rest), state
-    out, state = subject.call(first, subject.take(inputs, np.s_[:, : length // 2]), None, state)
-    rest, state = subject.call(second, subject.take(inputs, np.s_[:, length // 2 :]), None, state)
-    return jax.tree.map(lambda *x: np.concatenate(x, axis=1), out, rest), state
+    out, state = subject.call(first, subject.mix(~early, inputs, np.nan), early.astype(np.int32), state)
+    rest, state = subject.call(second, subject.mix(early, inputs, np.nan), (~early).astype(np.int32), state)
+    return jax.tree.map(np.add, out, rest), state
 
 
-def _token_by_token(subject: Subject, form: Form, inputs: Inputs, state: Any) -> Result:
-    """As a generating loop does: one token a call, the state handed on."""
-    outputs = []
-    for t in range(subject.options.length):
-        out, state = subject.compiled(form)(subject.take(inputs, np.s_[:, t : t + 1]), None, state)
-        outputs.append(out)
+def _calls(subject: Subject, calls: Sequence[tuple[Form, int]], inputs: Inputs, state: Any) -> Result:
+    """Calls of so many tokens each, the state handed on, as a generating loop does."""
+    outputs, start = [], 0
+    for form, tokens in calls:
+        if tokens:
+            piece = subject.take(inputs, np.s_[:, start : start + tokens])
+            out, state = subject.compiled(form)(piece, None, state)
+            outputs.append(out)
+            start += tokens
     return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *outputs), state
 
 
