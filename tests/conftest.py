@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-# Most of the suite's time is compilation of tiny programs; without LLVM's optimisations they compile three times faster.
+# Most of the suite's time is compilation of tiny programs; without LLVM's optimisations it takes a third.
 XLA_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
 
 # Both are read when JAX makes its backend, which happens after this file is loaded, in every pytest-xdist worker too.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -42,7 +43,7 @@ def report(directory: Path, console: Console) -> None:
         )
     _save_evaluation(run, result)
     console.print()
-    console.print(comparison(result, measured_yardsticks, documents=len(corpus.validation)))
+    console.print(comparison(result, measured_yardsticks, corpus))
     console.print(verdict(result, measured_yardsticks), highlight=False)
     _plot(run, config, measured_yardsticks)
     console.print("\n[bold]A sample[/], drawn one token at a time from a state of constant size:\n")
@@ -54,20 +55,23 @@ def report(directory: Path, console: Console) -> None:
     _print_next(run, config, console)
 
 
-def comparison(result: BitsPerByte, found: Yardsticks, *, documents: int) -> Table:
-    """The table of bits per byte, best first."""
+def comparison(result: BitsPerByte, found: Yardsticks, corpus: Corpus) -> Table:
+    """The table of bits per byte, best first. The yardsticks know all training documents of the corpus."""
+    fitted = f"all {len(corpus.train)} training documents"
     orders = f"orders {min(found.byte_model)} to {max(found.byte_model)}"
     rows = [
         ("[bold]this model[/]", result.bits_per_byte, f"each token from {result.context}"),
-        ("xz -9e after the training text", found.xz_after_training, "what the text adds to the compressed size"),
+        ("xz -9e after the training text", found.xz_after_training, f"what the text adds behind {fitted}"),
         (
             f"byte model of order {found.best_order}",
             found.best_byte_model,
-            f"counts of training text, best of {orders}",
+            f"counts of {fitted}; best of {orders}",
         ),
         ("xz -9e", found.xz_alone, "of the validation text alone"),
     ]
-    table = Table(title=f"Validation: all {result.text_bytes:,} bytes of {documents} documents", title_justify="left")
+    table = Table(
+        title=f"Validation: all {result.text_bytes:,} bytes of {len(corpus.validation)} documents", title_justify="left"
+    )
     table.add_column("predictor")
     table.add_column("bits per byte", justify="right")
     table.add_column("how")
@@ -133,15 +137,17 @@ def _mixers(model: DecoderConfig) -> str:
 
 
 def _print_next(run: RunDirectory, config: TrainConfig, console: Console) -> None:
+    # As this process was called, so that the lines can be pasted where no environment is activated.
+    jaxmix = sys.argv[0] if Path(sys.argv[0]).name == "jaxmix" else "python -m jaxmix"
     lines = [
         f"loss curve     {run.plot}",
         f"everything     {run.path}/ (config.json, metrics.jsonl, evaluation.json, checkpoints, tokenizer)",
         "",
         "[bold]Next[/]",
-        f'  jaxmix generate {run.path} --prompt "The state of the Union is" --max-tokens 300',
-        f"  jaxmix info {run.path}",
-        "  jaxmix verify",
-        f"  jaxmix train --config {run.config_file} --directory runs/longer --steps {10 * config.steps}",
-        f"  jaxmix train --config {run.config_file} --directory runs/mine --data.corpus FILE_OR_FOLDER_OF_TEXT",
+        f'  {jaxmix} generate {run.path} --prompt "The state of the Union is" --max-tokens 300',
+        f"  {jaxmix} info {run.path}",
+        f"  {jaxmix} verify",
+        f"  {jaxmix} train --config {run.config_file} --directory runs/longer --steps {10 * config.steps}",
+        f"  {jaxmix} train --config {run.config_file} --directory runs/mine --data.corpus FILE_OR_FOLDER_OF_TEXT",
     ]
     console.print("\n" + "\n".join(lines), highlight=False, soft_wrap=True)

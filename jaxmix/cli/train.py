@@ -1,5 +1,6 @@
 """`jaxmix train`: train a language model, then judge it; or go on with a run that was interrupted."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,10 +95,10 @@ def _split_processor(batch_size: int) -> None:
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for word, following in itertools.pairwise([*arguments, None]):
         if word == flag:
             return following
-        if word.startswith(flag + "="):
+        if word is not None and word.startswith(flag + "="):
             return word.removeprefix(flag + "=")
     return None
 

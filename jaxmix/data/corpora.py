@@ -72,13 +72,13 @@ class Corpus:
         return self.train if name == "train" else self.validation
 
     def newest(self, count: int) -> "Corpus":
-        """The corpus with only the last `count` training documents, in the order of the corpus.
+        """The corpus with only the last `count` training documents, or all of them if there are fewer.
 
         Raises:
-            ValueError: if there are fewer.
+            ValueError: if `count` is below 1.
         """
-        if not 1 <= count <= len(self.train):
-            raise ValueError(f"newest: expected 1 to {len(self.train)} training documents, got {count}")
+        if count < 1:
+            raise ValueError(f"newest: expected at least 1 document, got {count}")
         return replace(self, train=self.train[-count:])
 
     def fingerprint(self) -> str:

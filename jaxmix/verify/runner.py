@@ -50,7 +50,7 @@ def verify(options: VerifyOptions | None = None, *, progress: Callable[[str], No
 
     Args:
         options: Shape, dtype, seed, mixers.
-        progress: Called with the name of each mixer and option when it is done.
+        progress: Called with the name and options of each entry of the catalogue when it is done.
 
     Raises:
         ValueError: when `options.mixers` names something that is not a mixer.
@@ -72,7 +72,7 @@ def _report(
     def run(mixer: MixerUnderTest) -> list[Row]:
         rows = _rows(mixer, options)
         if progress is not None:
-            progress(f"{mixer.name} {mixer.option}".strip())
+            progress(" ".join([mixer.name, ", ".join(mixer.read_outs or [mixer.option])]).strip())
         return rows
 
     with ThreadPoolExecutor(WORKERS) as pool:

@@ -86,7 +86,7 @@ def test_errors_are_one_message_and_a_status(monkeypatch, capsys, error, status)
 
     monkeypatch.setattr(jaxmix.cli.importlib, "import_module", lambda module: Module)
     assert main(["train"]) == status
-    assert capsys.readouterr().err == f"jaxmix: {error or 'interrupted'}\n"
+    assert capsys.readouterr().err == f"jaxmix: {str(error) or 'interrupted'}\n"
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

@@ -56,19 +56,6 @@ def test_the_implementation_is_explained():
     assert implementation(SoftmaxAttentionConfig(heads=1))["implementation"] == "jax.nn.dot_product_attention"
 
 
-def test_bench_times_what_it_is_asked_for(capsys):
-    words = ["--mixers", "linear_attention", "hla2", "--length", "32", "--heads", "1", "--size", "4", "--repeats", "1"]
-    assert main(["bench", *words, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["mixer"] for row in rows] == ["linear_attention", "hla2"]
-    assert all(row["forward_seconds"] > 0 and row["forward_backward_seconds"] > 0 for row in rows)
-
-
-def test_bench_refuses_what_it_cannot_time(capsys):
-    assert main(["bench", "--length", "0"]) == 2
-    assert capsys.readouterr().err == "jaxmix: length: expected at least 1, got 0\n"
-
-
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
 def test_verify_hands_its_options_on_and_its_verdict_back(monkeypatch, capsys, ok, status):
     seen = []

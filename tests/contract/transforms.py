@@ -193,7 +193,7 @@ class Transforms(Suite):
     def test_scan_memory_grows_with_chunks_and_holds_no_square(self):
         small, large = (self.compiled_program(tokens, "backward") for tokens in (LONG // 2, LONG))
         half, whole = (program.memory_analysis().temp_size_in_bytes for program in (small, large))
-        assert whole < 2.1 * half
+        assert whole < 2.5 * half  # anything quadratic in the length would be near 4
         for program in (large, self.compiled_program(LONG, "forward")):
             assert largest_array(program.as_text()) < min(LONG * SIZE * SIZE, LONG * LONG)
 

@@ -90,6 +90,15 @@ def test_a_split_without_documents_is_refused():
         Corpus("c", (Document("a", "text"),), ())
 
 
+def test_the_newest_documents_are_the_last_ones():
+    corpus = Corpus("c", tuple(Document(name, "text") for name in "abcd"), (Document("v", "text"),))
+    assert [d.name for d in corpus.newest(3).train] == ["b", "c", "d"]
+    assert corpus.newest(3).validation == corpus.validation
+    assert corpus.newest(9) == corpus
+    with pytest.raises(ValueError, match="newest: expected at least 1 document, got 0"):
+        corpus.newest(0)
+
+
 def test_the_fingerprint_tells_corpora_apart():
     def corpus(train, validation):
         return Corpus("c", tuple(Document(*d) for d in train), tuple(Document(*d) for d in validation))

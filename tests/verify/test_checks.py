@@ -41,29 +41,28 @@ def test_the_checks_leave_the_precision_of_the_process_alone(sound):
 
 
 CAUGHT = {
-    "wrong sum": ("forms", "serial, float64", 4),
-    "scan differs": ("forms", "scan, chunk 3, float64: outputs", 2),
-    "scan is NaN": ("forms", "scan, chunk 3, float64: outputs", 2),
-    "scan has another shape": ("forms", "scan, chunk 3, float64: outputs", 2),
-    "not causal": ("causality", "serial: outputs up to t when the tokens behind t change", 2),
-    "state of the token before": ("split", "serial: two calls against one pass: outputs", 7),
-    "state ignored": ("split", "scan, chunk 3: two calls against one pass: outputs", 3),
-    "leak": ("packed", "serial: document 2, bit for bit, when document 1 and the initial state change", None),
-    "padding decays": ("packed", "serial: outputs against separate documents, 0 at padding", None),
-    "padding read": ("packed", "serial: outputs against separate documents, 0 at padding", None),
-    "gradient": ("gradients", "serial against finite differences: x", 1),
-    "scan gradient": ("gradients", "scan, chunk 3 against serial: x", 1),
-    "state gradient": ("gradients", "serial against finite differences: initial_state", 1),
+    "wrong sum": ("forms", "serial, float64", ""),
+    "scan differs": ("forms", "scan, chunk 3, float64: outputs", "scan"),
+    "scan is NaN": ("forms", "scan, chunk 3, float64: outputs", "scan"),
+    "scan has another shape": ("forms", "scan, chunk 3, float64: outputs", "scan"),
+    "not causal": ("causality", "serial: outputs up to t when the tokens behind t change", ""),
+    "state of the token before": ("split", "serial: shorter calls against one pass: outputs", "serial"),
+    "state ignored": ("split", "scan, chunk 3: two calls against one pass: outputs", "scan"),
+    "leak": ("packed", "serial: document 2, bit for bit, when document 1 and the initial state change", ""),
+    "padding decays": ("packed", "serial: outputs against separate documents, 0 at padding", ""),
+    "padding read": ("packed", "serial: outputs against separate documents, 0 at padding", ""),
+    "gradient": ("gradients", "serial against finite differences: x", "finite differences: x"),
+    "scan gradient": ("gradients", "scan, chunk 3 against serial: x", "scan, chunk 3 against serial: x"),
+    "state gradient": ("gradients", "serial against finite differences: initial_state", "initial_state"),
 }
 
 
 @pytest.mark.parametrize("fault", CAUGHT)
-def test_a_fault_is_caught_by_its_check(fault):
-    check, case, count = CAUGHT[fault]
+def test_a_fault_is_caught_by_its_check_and_blamed_on_the_right_form(fault):
+    check, case, words = CAUGHT[fault]
     cases = failed(toy(fault), check)
     assert case in cases
-    if count is not None:
-        assert len(cases) == count
+    assert all(words in other for other in cases)
 
 
 def test_a_fault_of_low_precision_shows_in_that_precision_only():
@@ -93,15 +92,6 @@ def test_a_mixer_without_segments_or_scan_is_checked_in_what_it_has():
     assert report.ok
     assert {row.check for row in report.rows} == {"explicit sum", "gradients", "split", "causality"}
     assert failed(toy("state of the token before", segments=False, implementations=("serial",)), "split")
-
-
-def test_the_explicit_sum_is_taken_segment_by_segment():
-    by_itself = toy(brute_force=lambda x: explicit_sum_of_first(x))
-    assert failed(by_itself, "forms")
-
-
-def explicit_sum_of_first(x):
-    return x
 
 
 OPERATOR_FAULTS = {

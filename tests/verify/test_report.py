@@ -1,5 +1,6 @@
 """Rows, verdicts, JSON and the table."""
 
+import io
 import json
 import math
 
@@ -28,7 +29,7 @@ def report(*rows):
 
 
 def text(thing, **options):
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=160, record=True, file=io.StringIO())
     console.print(render(thing, **options))
     return console.export_text()
 

@@ -17,7 +17,7 @@ from jaxmix.verify.subject import Form, Subject, segment_layout
 def report():
     done = []
     result = verify(VerifyOptions(mixers=("linear_attention",)), progress=done.append)
-    assert done == ["linear_attention plain"]
+    assert done == ["linear_attention plain, normalised"]
     return result
 
 

@@ -24,30 +24,24 @@ def split(subject: Subject) -> Iterator[Row]:
     """
     inputs, length = subject.inputs(), subject.options.length
     state = subject.call(subject.serial, subject.inputs(stream=1))[1]
-    half = length // 2
-    for form in subject.key_forms:
-        whole = subject.call(form, inputs, None, state)
-        if subject.mixer.segments:
-            yield from _rows(
-                subject, f"{form.label}: two calls", _padded(subject, form, form, inputs, state), whole, form
-            )
-        if form == subject.serial or subject.options.full or not subject.mixer.segments:
-            calls = [(form, half), (form, half), (form, length - 2 * half)]
-            yield from _rows(
-                subject, f"{form.label}: shorter calls", _calls(subject, calls, inputs, state), whole, form
-            )
-            calls = [(form, 1)] * length
-            yield from _rows(
-                subject, f"{form.label}: token by token", _calls(subject, calls, inputs, state), whole, form
-            )
+    half, segments = length // 2, subject.mixer.segments
+    whole = {form: subject.call(form, inputs, None, state) for form in subject.key_forms}
+    for form, expected in whole.items():
+        if segments:
+            result = _padded(subject, form, form, inputs, state)
+            yield from _rows(subject, f"{form.label}: two calls", result, expected, form)
+        if form == subject.serial or subject.options.full or not segments:
+            result = _calls(subject, [(form, half), (form, half), (form, length - 2 * half)], inputs, state)
+            yield from _rows(subject, f"{form.label}: shorter calls", result, expected, form)
+            result = _calls(subject, [(form, 1)] * length, inputs, state)
+            yield from _rows(subject, f"{form.label}: token by token", result, expected, form)
     if subject.short_scan is not None:
-        whole = subject.call(subject.serial, inputs, None, state)
-        if subject.mixer.segments:
-            mixed = _padded(subject, subject.short_scan, subject.serial, inputs, state)
+        if segments:
+            result = _padded(subject, subject.short_scan, subject.serial, inputs, state)
         else:
             calls = [(subject.short_scan, half), (subject.serial, half), (subject.serial, length - 2 * half)]
-            mixed = _calls(subject, calls, inputs, state)
-        yield from _rows(subject, "scan, then serial", mixed, whole, subject.short_scan)
+            result = _calls(subject, calls, inputs, state)
+        yield from _rows(subject, "scan, then serial", result, whole[subject.serial], subject.short_scan)
 
 
 def _padded(subject: Subject, first: Form, second: Form, inputs: Inputs, state: Any) -> Result:
