@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmix.arrays import Array, fail
 from jaxmix.bench.report import Row
 from jaxmix.bench.timing import Timing, measure
-from jaxmix.mixers import ahla, hla2, hla3, linear_attention, softmax_attention
+from jaxmix.mixers import ahla, hla2, hla3, interdomain_attention, linear_attention, s4d, softmax_attention
+from jaxmix.mixers.s4d import s4d_poles
 
+MODES = 64
+"""Complex modes of the mixers that have them."""
 FIXED_STATE = {"linear_attention": linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
 
 
@@ -30,7 +34,7 @@ class BenchOptions:
         repeats: timed runs of each case; the slow token-level forms take a third.
     """
 
-    suites: tuple[str, ...] = ("mixers", "forms", "length", "decode", "memory")
+    suites: tuple[str, ...] = ("mixers", "modes", "forms", "length", "decode", "memory")
     batch: int = 1
     length: int = 4096
     heads: int = 4
@@ -87,6 +91,31 @@ def _mixers(options: BenchOptions) -> Iterator[Row]:
         for name, timing in timings.items():
             values = {**_milliseconds(timing), "times linear_attention": timing.median / base}
             yield Row("mixers", f"{name} scan, {pass_name}", _shape(options, options.length), values)
+
+
+def _modes(options: BenchOptions) -> Iterator[Row]:
+    q, k, v, g = draw(options, options.length)
+    keys = jax.random.split(jax.random.key(1), 2)
+    A = jnp.tile(jnp.asarray(s4d_poles(MODES), jnp.float32), (options.heads, 1, 1))
+    delta = jnp.exp(jax.random.uniform(keys[0], (options.heads,), minval=jnp.log(1e-3), maxval=jnp.log(1e-1)))
+    C = jax.random.normal(keys[1], (options.heads, 2, MODES, MODES)) * (2 * MODES) ** -0.5
+    for pass_name, build in (("forward", forward), ("forward+backward", forward_backward)):
+        scan = functools.partial(build, implementation="scan", chunk_size=options.chunk_size)
+        cases = {
+            "linear_attention scan": (scan(linear_attention), (q, k, v, g)),
+            "interdomain_attention scan": (scan(interdomain_attention), (q, k, v, A, delta, C)),
+            "interdomain_attention serial": (
+                build(interdomain_attention, implementation="serial"),
+                (q, k, v, A, delta, C),
+            ),
+            "s4d scan": (scan(s4d), (v, A, delta, C[:, :, 0])),
+            "s4d fft": (build(s4d, implementation="fft"), (v, A, delta, C[:, :, 0])),
+        }
+        timings = measure(cases, repeats=-(-options.repeats // 3))
+        base = timings["linear_attention scan"].median
+        for name, timing in timings.items():
+            values = {**_milliseconds(timing), "times linear_attention": timing.median / base}
+            yield Row("modes", f"{name}, {pass_name}", _shape(options, options.length), values)
 
 
 def _forms(options: BenchOptions) -> Iterator[Row]:
@@ -163,9 +192,10 @@ def _shape(options: BenchOptions, length: int) -> str:
 
 SUITES: dict[str, Callable[[BenchOptions], Iterator[Row]]] = {
     "mixers": _mixers,
+    "modes": _modes,
     "forms": _forms,
     "length": _length,
     "decode": _decode,
     "memory": _memory,
 }
-"""Each suite: the mixers side by side, forms of hla2, growth with T, one decoded token, compiled temporary memory."""
+"""Mixers side by side; those with complex modes; forms of hla2; growth with T; one decoded token; compiled memory."""

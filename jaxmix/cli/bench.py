@@ -11,6 +11,7 @@ from rich.table import Table
 
 from jaxmix.bench import BenchOptions, Row, environment, run_suites, to_json, to_markdown
 from jaxmix.bench.report import format_value
+from jaxmix.cli.allocator import keep_freed_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Arguments:
 def run(arguments: Sequence[str]) -> int:
     """Times the suites and prints one table each."""
     options = tyro.cli(Arguments, prog="jaxmix bench", args=arguments, description=__doc__)
+    keep_freed_memory(one_pool=True)
     command = shlex.join(["jaxmix", "bench", *arguments])
     console = Console(stderr=options.json)
     machine = environment()

@@ -12,9 +12,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from jaxmix.arrays import check_count
 from jaxmix.bench.environment import devices, versions
 from jaxmix.mixers.dispatch import choose
-from jaxmix.models import PRESETS, DecoderConfig, get_preset, parameter_groups, state_bytes
+from jaxmix.models import PRESETS, DecoderConfig, flops_per_token, get_preset, parameter_groups, state_bytes
 from jaxmix.nn import MixerConfig, SoftmaxAttentionConfig
 
 
@@ -25,21 +26,24 @@ class InfoArguments:
     Attributes:
         model: a model preset, the directory of a training run, or a JSON file with a decoder's fields; nothing lists
             the presets.
+        length: tokens of the sequence that operations are counted for.
         json: print JSON.
     """
 
     model: Annotated[str | None, tyro.conf.Positional] = None
+    length: int = 4096
     json: bool = False
 
 
 def run(arguments: Sequence[str]) -> int:
     """Prints what there is to know; nothing is allocated."""
     chosen = tyro.cli(InfoArguments, prog="jaxmix info", args=arguments, description=__doc__)
+    check_count("length", chosen.length)
     facts: dict[str, Any] = {"versions": versions(), "devices": devices()}
     if chosen.model is None:
         facts["presets"] = {name: sum(parameter_groups(config).values()) for name, config in PRESETS.items()}
     else:
-        facts = {"model": chosen.model, **describe(find_model(chosen.model)), **facts}
+        facts = {"model": chosen.model, **describe(find_model(chosen.model), chosen.length), **facts}
     if chosen.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -68,7 +72,7 @@ def find_model(name: str) -> DecoderConfig:
     return get_preset(name)
 
 
-def describe(config: DecoderConfig) -> dict[str, Any]:
+def describe(config: DecoderConfig, length: int) -> dict[str, Any]:
     """Sizes of a model and how its layers are computed, as plain values."""
     groups = parameter_groups(config)
     layers = [
@@ -79,6 +83,7 @@ def describe(config: DecoderConfig) -> dict[str, Any]:
         "parameters": sum(groups.values()),
         "parameter_groups": groups,
         "state_bytes_per_sequence": state_bytes(config),
+        "flops_per_token": flops_per_token(config, length) | {"length": length},
         "vocab_size": config.vocab_size,
         "d_model": config.d_model,
         "layers": layers,
@@ -108,6 +113,9 @@ def _print(facts: dict[str, Any], console: Console) -> None:
         table.add_row("parameters", f"{facts['parameters']:,}")
         table.add_row("", ", ".join(f"{name} {size:,}" for name, size in facts["parameter_groups"].items() if size))
         table.add_row("state", f"{facts['state_bytes_per_sequence']:,} bytes per sequence, at every length")
+        flops = facts["flops_per_token"]
+        counted = ", ".join(f"{name} {flops[name] / 1e6:,.1f} MFLOP" for name in ("forward", "backward"))
+        table.add_row("work", f"{counted} per token at {flops['length']:,} tokens")
         table.add_row("width", f"{facts['d_model']}, vocabulary {facts['vocab_size']:,}, {facts['dtype']}")
         for layer in facts["layers"]:
             options = ", ".join(f"{k}={v}" for k, v in _changed(layer["config"]).items())

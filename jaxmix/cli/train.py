@@ -11,6 +11,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from jaxmix.cli.allocator import keep_freed_memory
 from jaxmix.cli.report import report
 from jaxmix.models import DecoderConfig
 from jaxmix.train import TRAIN_PRESETS, TrainConfig, fit, get_train_preset
@@ -45,6 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     chosen = parse(arguments)
     directory = chosen.directory or Path("runs") / (chosen.config.stem if chosen.config else chosen.preset or "run")
     console = Console()
+    keep_freed_memory()
     _split_processor(chosen.run.data.batch_size)
     with Progress(console) as progress:
         result = fit(chosen.run, directory, watcher=progress)

@@ -1,18 +1,31 @@
 """Token mixers as pure functions with explicit states."""
 
 from jaxmix.mixers.hla import AHLAState, HLA2State, HLA3State, ahla, hla2, hla3
+from jaxmix.mixers.interdomain import (
+    InterdomainAttentionState,
+    InterdomainState,
+    interdomain_attention,
+    interdomain_ideal,
+)
 from jaxmix.mixers.linear_attention import LinearAttentionState, linear_attention
+from jaxmix.mixers.s4d import S4DState, s4d
 from jaxmix.mixers.softmax_attention import SoftmaxAttentionState, softmax_attention
 
 __all__ = [
     "AHLAState",
     "HLA2State",
     "HLA3State",
+    "InterdomainAttentionState",
+    "InterdomainState",
     "LinearAttentionState",
+    "S4DState",
     "SoftmaxAttentionState",
     "ahla",
     "hla2",
     "hla3",
+    "interdomain_attention",
+    "interdomain_ideal",
     "linear_attention",
+    "s4d",
     "softmax_attention",
 ]

@@ -28,6 +28,16 @@ def join_chunks(x: Array, length: int) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
+def beside(matrix: Array, vector: Array) -> Array:
+    """Values and their normaliser, or the moments of both, in one array: [..., E] and [...] to [..., E + 1]."""
+    return jnp.concatenate([matrix, vector[..., None]], axis=-1)
+
+
+def apart(x: Array) -> tuple[Array, Array]:
+    """The inverse of `beside`."""
+    return x[..., :-1], x[..., -1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunks:
     """Decays and segment borders of a chunked sequence.
@@ -64,7 +74,8 @@ class Chunks:
         """
         scores = _product("td,sd->ts", q, k)
         steps = jnp.arange(self.size)
-        keep = steps[:, None] > steps[None, :] if strict else steps[:, None] >= steps[None, :]
+        gap = steps[:, None] - steps[None, :] - int(strict)
+        keep = gap >= 0
         if self.run is not None:
             keep = keep & (self.run[..., :, None] == self.run[..., None, :])[:, :, None]
         keep = _to_rank(keep, scores.ndim) if keep.ndim > 2 else keep
@@ -72,18 +83,22 @@ class Chunks:
         if self.log_decay is None:
             return scores
         reached = self.log_decay.before() if strict else self.log_decay
-        difference = reached.since(self.log_decay)
-        # The mask comes before exp: above the diagonal the difference is positive and may overflow.
-        return scores * jnp.exp(jnp.where(keep, _to_rank(difference, scores.ndim), -jnp.inf)) ** power
+        difference = _to_rank(reached.since(self.log_decay), scores.ndim)
+        # The mask comes before exp: above the diagonal the difference is positive and may overflow. On it there is no
+        # decay, and no gradient whose rounding would outlast that of vanishing decays.
+        no_step = jnp.where(gap == 0, 0.0, -jnp.inf).astype(scores.dtype)
+        return scores * jnp.exp(jnp.where(keep & (gap > 0), difference, no_step)) ** power
 
     def outer(self, k: Array, v: Array, *, power: int = 1) -> Array:
         """sum_s c(s, C)^power k_s v_s^T over the last segment of each chunk: [B, N, G, (R,) D, E]."""
+        keep = None if self.run is None else (self.run == self.run[..., -1:])[:, :, None, :]
         if self.log_decay is not None:
-            to_end = jnp.exp(power * self.log_decay.to_end())
+            to_end = power * self.log_decay.to_end()
+            # Before the last segment it is the difference of two segments' decays: positive, it may overflow.
+            to_end = jnp.exp(to_end if keep is None else jnp.where(keep, to_end, 0))
             k = k * _to_rank(to_end[..., None], k.ndim)
-        if self.run is not None:
-            keep = (self.run == self.run[..., -1:])[:, :, None, :, None]
-            k = jnp.where(_to_rank(keep, k.ndim), k, 0)
+        if keep is not None:
+            k = jnp.where(_to_rank(keep[..., None], k.ndim), k, 0)
         return _product("td,te->de", k, v)
 
     def read(self, q: Array, before: Array, *, power: int = 1, strict: bool = False) -> Array:

@@ -45,8 +45,9 @@ class LogDecay:
         return self.high + self.low
 
     def to_end(self) -> Array:
-        """Log decay from each token to the chunk's end, [..., C]."""
-        return (self.high[..., -1:] - self.high) + (self.low[..., -1:] - self.low)
+        """Log decay from each token to the chunk's end, [..., C]; that of the last token is 0 and has no gradient."""
+        left = (self.high[..., -1:] - self.high) + (self.low[..., -1:] - self.low)
+        return jnp.where(jnp.arange(left.shape[-1]) < left.shape[-1] - 1, left, 0)
 
     def since(self, earlier: "LogDecay") -> Array:
         """Log decay from token s of `earlier` to token t of this, [..., C (t), C (s)]; positive where s > t."""

@@ -29,12 +29,12 @@ class Sizes:
 class Inputs:
     """Inputs in the layout that the recurrences use, in the compute dtype.
 
-    q [B, T, G, R, D], k [B, T, G, D], v [B, T, G, E], log_decay [B, T, G] or None. Where every query head has its
-    own decay, keys and values are repeated so that G = H and R = 1.
+    q [B, T, G, R, D], k [B, T, G, D], v [B, T, G, E], log_decay [B, T, G] or None. Where every query head has a state
+    of its own, keys and values are repeated so that G = H and R = 1. Mixers of values only have q and k None.
     """
 
-    q: Array
-    k: Array
+    q: Any
+    k: Any
     v: Array
     log_decay: Array | None
     segments: Segments | None
@@ -42,6 +42,9 @@ class Inputs:
 
 def check_inputs(q: Any, k: Any, v: Any, log_decay: Any, segment_ids: Any) -> Sizes:
     """Check the arrays of one call against each other.
+
+    Returns:
+        The sizes; groups is the number of heads that keep a state of their own, H where decays are per query head.
 
     Raises:
         ValueError: for a wrong rank, size, dtype or head count, an empty sequence, or a log decay above zero (where
@@ -92,15 +95,22 @@ def check_decay_sign(log_decay: Any, segment_ids: Any) -> None:
 
 
 def prepare_inputs(
-    sizes: Sizes, q: Array, k: Array, v: Array, log_decay: Array | None, segment_ids: Array | None, axis: str | None
+    sizes: Sizes,
+    q: Array | None,
+    k: Array | None,
+    v: Array,
+    log_decay: Array | None,
+    segment_ids: Array | None,
+    axis: str | None,
 ) -> Inputs:
     """Cast to the compute dtype, clear padding and split heads."""
     segments = None if segment_ids is None else find_segments(segment_ids, axis)
     if log_decay is not None:
         log_decay = jnp.broadcast_to(log_decay, (sizes.batch, sizes.length, sizes.groups)).astype(sizes.dtype)
         log_decay = where_valid(segments, log_decay)
-    q, k, v = (where_valid(segments, jnp.asarray(x)).astype(sizes.dtype) for x in (q, k, v))
-    if k.shape[2] != sizes.groups:
-        k, v = (jnp.repeat(x, sizes.groups // x.shape[2], axis=2) for x in (k, v))
-    q = q.reshape(sizes.batch, sizes.length, sizes.groups, -1, sizes.key_size)
+    q, k, v = jax.tree.map(lambda x: where_valid(segments, jnp.asarray(x)).astype(sizes.dtype), (q, k, v))
+    if v.shape[2] != sizes.groups:
+        k, v = jax.tree.map(lambda x: jnp.repeat(x, sizes.groups // x.shape[2], axis=2), (k, v))
+    if q is not None:
+        q = q.reshape(sizes.batch, sizes.length, sizes.groups, -1, sizes.key_size)
     return Inputs(q, k, v, log_decay, segments)

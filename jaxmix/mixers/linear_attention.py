@@ -7,36 +7,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxmix.arrays import Array, Dtype, einsum
-from jaxmix.mixers.chunking import Chunks
+from jaxmix.mixers.chunking import Chunks, apart, beside
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.prefix import decayed_sum
 from jaxmix.mixers.recurrence import Output, Recurrence, run
-from jaxmix.mixers.state import RecurrentState
+from jaxmix.mixers.state import KeyValueState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LinearAttentionState(RecurrentState):
+class LinearAttentionState(KeyValueState):
     """P = sum c k v^T [B, Hs, D, E] and m = sum c k [B, Hs, D]; Hs as in `linear_attention`."""
 
     shared = ("P", "m")
+    axes = ("DE", "D")
     P: Array
     m: Array
-
-    @classmethod
-    def init(
-        cls,
-        batch: int,
-        heads: int,
-        key_size: int,
-        value_size: int,
-        *,
-        shared_heads: int | None = None,
-        dtype: Dtype = jnp.float32,
-    ) -> Self:
-        """The state of a stream that has seen nothing; `shared_heads` (Hs) defaults to `heads`."""
-        own = shared_heads or heads
-        return cls(jnp.zeros((batch, own, key_size, value_size), dtype), jnp.zeros((batch, own, key_size), dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -98,11 +84,9 @@ class _LinearAttention(Recurrence):
         state = LinearAttentionState(a[..., None, None] * state.P + outer(k, v), a[..., None] * state.m + k)
         return state, read_rows(q, state.P[:, :, None], state.m[:, :, None])
 
-    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Output, Any]:
-        scores = chunks.scores(q, k)
-        num, p = chunks.linear(q, k, v, state.P, scores=scores)
-        den, m = chunks.linear(q, k, jnp.ones_like(v[..., :1]), state.m[..., None], scores=scores)
-        return (num, den), LinearAttentionState(p, m[..., 0])
+    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
+        out, moments = chunks.linear(q, k, v, beside(state.P, state.m))
+        return out, LinearAttentionState(*apart(moments))
 
     def read(self, state: Any, q: Array) -> Output:
         return state.read(q)

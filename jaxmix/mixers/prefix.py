@@ -56,12 +56,14 @@ def prefix_scan(
     if resets is not None:
         combine, summaries = segmented(combine), (resets, summaries)
         initial = (jnp.zeros((resets.shape[0], 1), jnp.bool_), initial)
-    prefixes = jax.lax.associative_scan(combine, summaries, axis=1)
     if sequence_axis is None:
-        before = initial
-        prefixes = combine(before, prefixes)
-        total = _last(prefixes)
+        # What came before joins the first summary, which costs less than joining every prefix.
+        first = combine(initial, jax.tree.map(lambda x: x[:, :1], summaries))
+        summaries = jax.tree.map(lambda x, rest: jnp.concatenate([x, rest[:, 1:]], axis=1), first, summaries)
+        prefixes = jax.lax.associative_scan(combine, summaries, axis=1)
+        before, total = initial, _last(prefixes)
     else:
+        prefixes = jax.lax.associative_scan(combine, summaries, axis=1)
         pieces = gather_axis(_last(prefixes), sequence_axis)
         pieces = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), initial, pieces)
         composed = jax.lax.associative_scan(combine, pieces)

@@ -1,25 +1,28 @@
 """Runs a recurrence in any of its forms: one token, token by token, an associative scan over tokens, or chunks.
 
 A mixer states only its mathematics, as a subclass of `Recurrence`. Shapes inside a recurrence are those of
-`Inputs`: states hold [B, G, D, E] where the R query heads of a group share, [B, G, R, D, E] where they do not.
+`Inputs`: states hold [B, G, D, E] where the R query heads of a group share, [B, G, R, D, E] where they do not. A mixer
+without queries and keys (S4D) has None in their place.
 """
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxmix.arrays import Array, check_flag, check_positive, expand_to, from_numpy
-from jaxmix.mixers.chunking import Chunks, join_chunks, split_chunks
+from jaxmix.mixers.chunking import Chunks, apart, beside, join_chunks, split_chunks
 from jaxmix.mixers.dispatch import choose
 from jaxmix.mixers.inputs import Inputs, Sizes, check_decay_sign, check_inputs, prepare_inputs
 from jaxmix.mixers.prefix import prefix_scan
-from jaxmix.mixers.state import RecurrentState, check_state, group_heads, merge_heads
+from jaxmix.mixers.segments import where_valid
+from jaxmix.mixers.state import check_state, group_heads, merge_heads
+from jaxmix.parallel.collectives import vary_like
 
 Output = tuple[Array, Array]
-"""Numerator [..., E] and denominator [...]."""
+"""Numerator [..., E] and denominator [...]; None in its place where a mixer has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +30,67 @@ class Recurrence:
     """The mathematics of one mixer with its options fixed; hashable, so that compiled code is reused."""
 
     name: ClassVar[str]
-    state: ClassVar[type[RecurrentState]]
+    state: ClassVar[Any]
+    """The class of its states, a `RecurrentState`."""
     summary: ClassVar[Any]
     """The operator of the token scan, with the methods that jaxmix.operators lists."""
+    normalizes: ClassVar[bool] = True
+    """Values have a column of ones beside them in the chunked form, and outputs a denominator."""
+    time_invariant: ClassVar[bool] = False
+    """Every token moves the state, whatever it holds, so that padding has to be skipped and not only cleared."""
+
+    def bind(self, parameters: Any) -> Self:
+        """The recurrence with its learned arrays, for the time of one trace."""
+        return self
+
+    def zero_state(self, sizes: Sizes) -> Any:
+        """The state of streams that have seen nothing."""
+        return self.state.init(
+            sizes.batch, sizes.heads, sizes.key_size, sizes.value_size, shared_heads=sizes.groups, dtype=sizes.dtype
+        )
 
     def step(self, state: Any, q: Array, k: Array, v: Array, a: Array) -> tuple[Any, Output]:
         """One token: q [B, G, R, D], k [B, G, D], v [B, G, E], decay a [B, G]."""
         raise NotImplementedError
 
-    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Output, Any]:
-        """All chunks at once: numerator [B, N, G, R, C, E], denominator [B, N, G, R, C, 1] and the final state."""
+    def cut(self, inputs: Inputs, size: int, sequence_axis: str | None) -> Any:
+        """The chunks that `chunked` works with."""
+        return Chunks.cut(inputs.log_decay, inputs.segments, size, sequence_axis)
+
+    def chunked(self, chunks: Any, q: Any, k: Any, v: Array, state: Any) -> tuple[Array, Any]:
+        """All chunks at once: q [B, N, G, R, C, D], k [B, N, G, C, D], v [B, N, G, C, E + 1], last column 1.
+
+        Returns:
+            The outputs [B, N, G, R, C, E + 1], denominator last, and the final state.
+        """
         raise NotImplementedError
+
+    def summarize(self, inputs: Inputs) -> Any:
+        """The summary of every token for every query head, [B, T, G, R, ...]."""
+        repeats = inputs.q.shape[3]
+
+        def per_head(x: Array) -> Array:
+            return jnp.repeat(x[:, :, :, None], repeats, axis=3)
+
+        log_decay = None if inputs.log_decay is None else per_head(inputs.log_decay)
+        return self.summary.token_summary(inputs.q, per_head(inputs.k), per_head(inputs.v), log_decay)
+
+    def begin(self, state: Any, inputs: Inputs) -> Any:
+        """The state as the summary of all that came before, [B, 1, G, R, ...]."""
+        repeats = inputs.q.shape[3]
+        nothing = self.summary.identity(
+            inputs.q[:, :1].shape[:4], inputs.k.shape[-1], inputs.v.shape[-1], inputs.q.dtype
+        )
+        fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+        shared = {
+            name: jnp.repeat(x[:, :, None], repeats, axis=2) for name, x in fields.items() if name in state.shared
+        }
+        return dataclasses.replace(nothing, **{name: x[:, None] for name, x in (fields | shared).items()})
+
+    def end(self, total: Any, inputs: Inputs) -> Any:
+        """The summary of everything, [B, 1, G, R, ...], as a state: the inverse of `begin`."""
+        fields = {f.name: getattr(total, f.name)[:, 0] for f in dataclasses.fields(self.state)}
+        return self.state(**{name: x[:, :, 0] if name in self.state.shared else x for name, x in fields.items()})
 
     def read(self, state: Any, q: Array) -> Output:
         """The output that query q [..., D] reads from a state or summary with the same leading axes."""
@@ -59,47 +112,65 @@ def run(
     chunk_size: int,
     sequence_axis: str | None,
 ) -> tuple[Array, Any]:
-    """Check one call and run it; see the public mixers for the arguments."""
+    """Check one call of a mixer of queries, keys and values, and run it; see the public mixers for the arguments."""
     q, k, v, log_decay, segment_ids = map(from_numpy, (q, k, v, log_decay, segment_ids))
     form = choose(mixer.name, implementation, chunk_size, sequence_axis)
     check_flag("normalize", normalize)
     check_positive("eps", eps)
     sizes = check_inputs(q, k, v, log_decay, segment_ids)
     check_decay_sign(log_decay, segment_ids)
+    arrays = (q, k, v, log_decay, segment_ids, initial_state, None)
+    return run_checked(mixer, sizes, form, arrays, eps if normalize else None, chunk_size, sequence_axis)
+
+
+def run_checked(
+    mixer: Recurrence,
+    sizes: Sizes,
+    form: str,
+    arrays: tuple[Any, ...],
+    eps: float | None,
+    chunk_size: int,
+    sequence_axis: str | None,
+) -> tuple[Array, Any]:
+    """Runs a recurrence on arrays that were checked, all but the state.
+
+    Args:
+        mixer: the recurrence, not bound to parameters.
+        sizes: of the arrays.
+        form: what `choose` chose.
+        arrays: q, k, v, log_decay, segment_ids, initial_state, and the parameters that `mixer.bind` takes.
+        eps: of the normaliser; None for outputs that are not normalised.
+        chunk_size: tokens per chunk.
+        sequence_axis: shard_map axis over which T is split, or None.
+    """
+    initial_state = arrays[5]
     if initial_state is not None:
-        check_state(initial_state, jax.eval_shape(functools.partial(_zero_state, mixer, sizes)), sizes.dtype)
+        check_state(initial_state, jax.eval_shape(functools.partial(mixer.zero_state, sizes)), sizes.dtype)
     if sizes.length == 1 and sequence_axis is None:
         form = "step"
     elif form == "scan" and chunk_size == 1:
         form = "tokens"
-    return _run(
-        mixer, sizes, form, normalize, eps, chunk_size, sequence_axis, q, k, v, log_decay, segment_ids, initial_state
-    )
+    return _run(mixer, sizes, form, eps, chunk_size, sequence_axis, *arrays)
 
 
-def _zero_state(mixer: Recurrence, sizes: Sizes) -> Any:
-    return mixer.state.init(
-        sizes.batch, sizes.heads, sizes.key_size, sizes.value_size, shared_heads=sizes.groups, dtype=sizes.dtype
-    )
-
-
-@functools.partial(jax.jit, static_argnums=range(7))
+@functools.partial(jax.jit, static_argnums=range(6))
 def _run(
     mixer: Recurrence,
     sizes: Sizes,
     form: str,
-    normalize: bool,
-    eps: float,
+    eps: float | None,
     chunk_size: int,
     sequence_axis: str | None,
-    q: Array,
-    k: Array,
+    q: Array | None,
+    k: Array | None,
     v: Array,
     log_decay: Array | None,
     segment_ids: Array | None,
     initial_state: Any,
+    parameters: Any,
 ) -> tuple[Array, Any]:
-    state = _zero_state(mixer, sizes) if initial_state is None else initial_state
+    state = mixer.zero_state(sizes) if initial_state is None else initial_state
+    mixer = mixer.bind(parameters if sequence_axis is None else vary_like(parameters, v))
     inputs = prepare_inputs(sizes, q, k, v, log_decay, segment_ids, sequence_axis)
     state = group_heads(state, sizes.groups)
     with jax.named_scope(f"{mixer.name}_{form}"):
@@ -111,62 +182,57 @@ def _run(
             (num, den), state = _token_scan(mixer, inputs, state, sequence_axis)
         else:
             (num, den), state = _chunk_scan(mixer, inputs, state, min(chunk_size, sizes.length), sequence_axis)
-    out = num / (den[..., None] + eps) if normalize else num
+    out = num if eps is None or den is None else num / (den[..., None] + eps)
     out = out.reshape(sizes.batch, sizes.length, sizes.heads, sizes.value_size)
+    if mixer.time_invariant:
+        out = where_valid(inputs.segments, out)
     return out.astype(v.dtype), merge_heads(state)
 
 
 def _decay(inputs: Inputs) -> Array:
     if inputs.log_decay is None:
-        return jnp.ones(inputs.k.shape[:3], inputs.k.dtype)
+        return jnp.ones(inputs.v.shape[:3], inputs.v.dtype)
     return jnp.exp(inputs.log_decay)
 
 
 def _single_step(mixer: Recurrence, inputs: Inputs, state: Any) -> tuple[Output, Any]:
-    q, k, v, a = (x[:, 0] for x in (inputs.q, inputs.k, inputs.v, _decay(inputs)))
-    state, (num, den) = mixer.step(state, q, k, v, a)
-    return (num[:, None], den[:, None]), state
+    q, k, v, a = jax.tree.map(lambda x: x[:, 0], (inputs.q, inputs.k, inputs.v, _decay(inputs)))
+    after, output = mixer.step(state, q, k, v, a)
+    if mixer.time_invariant and inputs.segments is not None:
+        after = _where(inputs.segments.valid[:, 0], after, state)
+    return jax.tree.map(lambda x: x[:, None], output), after
 
 
 def _serial(mixer: Recurrence, inputs: Inputs, state: Any) -> tuple[Output, Any]:
     def body(state: Any, token: Any) -> tuple[Any, Output]:
-        q, k, v, a, reset = token
-        if reset is not None:
-            state = jax.tree.map(lambda x: jnp.where(expand_to(reset, x.ndim), 0, x), state)
-        return mixer.step(state, q, k, v, a)
+        q, k, v, a, segments = token
+        if segments is None:
+            return mixer.step(state, q, k, v, a)
+        state = jax.tree.map(lambda x: jnp.where(expand_to(segments.reset, x.ndim), 0, x), state)
+        after, output = mixer.step(state, q, k, v, a)
+        return _where(segments.valid, after, state) if mixer.time_invariant else after, output
 
-    resets = None if inputs.segments is None else inputs.segments.reset
-    tokens = (inputs.q, inputs.k, inputs.v, _decay(inputs), resets)
+    tokens = (inputs.q, inputs.k, inputs.v, _decay(inputs), inputs.segments)
     state, outputs = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
-    num, den = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
-    return (num, den), state
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs), state
 
 
 def _token_scan(mixer: Recurrence, inputs: Inputs, state: Any, sequence_axis: str | None) -> tuple[Output, Any]:
-    repeats = inputs.q.shape[3]
-    shared = mixer.state.shared
-
-    def per_head(x: Array) -> Array:
-        return jnp.repeat(x[:, :, :, None], repeats, axis=3)
-
-    log_decay = None if inputs.log_decay is None else per_head(inputs.log_decay)
-    summaries = mixer.summary.token_summary(inputs.q, per_head(inputs.k), per_head(inputs.v), log_decay)
-    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    fields = {name: jnp.repeat(x[:, :, None], repeats, axis=2) if name in shared else x for name, x in fields.items()}
-    nothing = mixer.summary.identity(inputs.q[:, :1].shape[:4], inputs.k.shape[-1], inputs.v.shape[-1], inputs.q.dtype)
-    initial = dataclasses.replace(nothing, **{name: x[:, None] for name, x in fields.items()})
     resets = None if inputs.segments is None else inputs.segments.reset
-    _, prefixes, total = prefix_scan(mixer.summary.combine, summaries, resets, initial, sequence_axis)
-    final = {name: getattr(total, name)[:, 0] for name in fields}
-    final = {name: x[:, :, 0] if name in shared else x for name, x in final.items()}
-    return mixer.read(prefixes, inputs.q), mixer.state(**final)
+    initial = mixer.begin(state, inputs)
+    _, prefixes, total = prefix_scan(mixer.summary.combine, mixer.summarize(inputs), resets, initial, sequence_axis)
+    return mixer.read(prefixes, inputs.q), mixer.end(total, inputs)
 
 
-def _chunk_scan(
-    mixer: Recurrence, inputs: Inputs, state: Any, size: int, sequence_axis: str | None
-) -> tuple[Output, Any]:
-    length = inputs.q.shape[1]
-    q, k, v = (split_chunks(x, size) for x in (inputs.q, inputs.k, inputs.v))
-    chunks = Chunks.cut(inputs.log_decay, inputs.segments, size, sequence_axis)
-    (num, den), state = mixer.chunked(chunks, q, k, v, state)
-    return (join_chunks(num, length), join_chunks(den, length)[..., 0]), state
+def _chunk_scan(mixer: Recurrence, inputs: Inputs, state: Any, size: int, sequence_axis: str | None) -> tuple[Any, Any]:
+    length = inputs.v.shape[1]
+    values = beside(inputs.v, jnp.ones_like(inputs.v[..., 0])) if mixer.normalizes else inputs.v
+    q, k, v = jax.tree.map(lambda x: split_chunks(x, size), (inputs.q, inputs.k, values))
+    out, state = mixer.chunked(mixer.cut(inputs, size, sequence_axis), q, k, v, state)
+    out = join_chunks(out, length)
+    return apart(out) if mixer.normalizes else (out, None), state
+
+
+def _where(condition: Array, a: Any, b: Any) -> Any:
+    """a where `condition` [B] holds, else b, for equal trees of [B, ...]."""
+    return jax.tree.map(lambda x, y: jnp.where(expand_to(condition, x.ndim), x, y), a, b)

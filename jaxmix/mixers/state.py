@@ -27,6 +27,24 @@ class RecurrentState(State):
 
     shared: ClassVar[tuple[str, ...]] = ()
     """Fields that query heads of one key/value group share; their head axis is G instead of H."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """The axes of each field, in order, behind its [B, H]: letters of the legend in `jaxmix.arrays`, or a number."""
+
+    @classmethod
+    def zeros(cls, batch: int, heads: int, shared_heads: int | None, extents: dict[str, int], dtype: Dtype) -> Self:
+        """The state of streams that have seen nothing, with `extents` for the letters of `axes`."""
+        own = heads if shared_heads is None else shared_heads
+
+        def zeros(name: str, axes: str) -> Array:
+            sizes = (int(letter) if letter.isdigit() else extents[letter] for letter in axes)
+            return jnp.zeros((batch, own if name in cls.shared else heads, *sizes), dtype)
+
+        return cls(*(zeros(f.name, axes) for f, axes in zip(dataclasses.fields(cls), cls.axes, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyValueState(RecurrentState):
+    """Base of the states whose sizes are those of keys and values."""
 
     @classmethod
     def init(
@@ -40,7 +58,7 @@ class RecurrentState(State):
         dtype: Dtype = jnp.float32,
     ) -> Self:
         """The state of streams that have seen nothing; `shared_heads` (Hs) defaults to `heads`."""
-        raise NotImplementedError
+        return cls.zeros(batch, heads, shared_heads, {"D": key_size, "E": value_size}, dtype)
 
 
 def group_heads(state: Any, groups: int) -> Any:

@@ -11,8 +11,8 @@ from flax import nnx
 from jaxmix.arrays import Array, check_array, compute_dtype, fail
 from jaxmix.mixers.segments import check_segment_ids
 from jaxmix.models.config import DecoderConfig, group_layers
-from jaxmix.nn.base import LayerState, check_like
 from jaxmix.nn.config import MixerConfig
+from jaxmix.nn.layer import LayerState, check_like
 from jaxmix.nn.mlp import SwiGLU
 from jaxmix.nn.norms import RMSNorm
 from jaxmix.nn.parameters import partitioned, projection
@@ -55,7 +55,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Array, segment_ids: Array | None, positions: Array | None, state: LayerState | None
     ) -> tuple[Array, LayerState]:
-        """Maps x [B, T, d]; see `TokenMixer` for the arguments."""
+        """Maps x [B, T, d]; see `MixerLayer` for the arguments."""
         y, state = self.mixer(self.mixer_norm(x), segment_ids=segment_ids, positions=positions, state=state)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state

@@ -34,6 +34,19 @@ def parameter_count(config: DecoderConfig) -> int:
     return sum(parameter_groups(config).values())
 
 
+def flops_per_token(config: DecoderConfig, length: int) -> dict[str, int]:
+    """Floating point operations for one token of a sequence of `length` tokens, a multiply-add being two.
+
+    "forward" counts two per parameter (the embedding is looked up and does not count, the output map does) and the
+    mixers' matrix products; "backward" is twice that, without what remat computes again.
+    """
+    groups = parameter_groups(config)
+    multiplied = sum(groups.values()) - (0 if config.tie_embeddings else groups["embedding"])
+    products = sum(layer.mixer_products(config.d_model, length) for layer in config.layers)
+    forward = 2 * (multiplied + products)
+    return {"forward": forward, "backward": 2 * forward}
+
+
 def state_bytes(config: DecoderConfig) -> int:
     """Bytes of the state of one stream, at every length."""
     decoder: Any = abstract_decoder(config)

@@ -11,7 +11,7 @@ from jaxmix.arrays import Dtype, check_choice, check_count, check_flag, check_po
 from jaxmix.mixers.dispatch import IMPLEMENTATIONS
 
 if typing.TYPE_CHECKING:
-    from jaxmix.nn.base import TokenMixer
+    from jaxmix.nn.layer import MixerLayer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,34 +23,31 @@ class MixerConfig:
         kv_heads: key/value heads G, a divisor of `heads`; `heads` by default. 1 is multi-query attention.
         key_size: size D of a query or key; d_model / heads by default.
         value_size: size E of a value; d_model / heads by default.
-        qk_norm: "l2" makes every query and key a unit vector; "rms" makes it one of unit root mean square with a
-            learned scale per channel, times D^-1/2, so that it starts as "l2"; None leaves them.
-        scale: factor on q.k; None takes the mixer's default.
         rope: rotate queries and keys by their position in the segment.
         rope_base: base of the rotation.
-        conv_width: width of a short causal convolution, followed by SiLU, over queries, keys and values; 0 for none.
+        conv_width: width of a short causal convolution over the mixer's inputs; 0 for none.
         output_norm: RMSNorm over every head's output, with one learned scale [E] for all heads.
         gate: multiply the heads' outputs by SiLU(x Wg).
         norm_eps: eps of all norms of the layer.
-        implementation: form of the mixer: None, "serial", "scan" or "pallas".
+        implementation: form of the mixer: None, "serial", "scan" or "pallas"; S4D also has "fft".
     """
 
     name: ClassVar[str]
     """Key in the registry."""
+    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
+    """Forms that the mixer has."""
 
     heads: int
     kv_heads: int | None = None
     key_size: int | None = None
     value_size: int | None = None
-    qk_norm: Literal["l2", "rms"] | None = None
-    scale: float | None = None
     rope: bool = False
     rope_base: float = 10000.0
     conv_width: int = 0
     output_norm: bool = False
     gate: bool = False
     norm_eps: float = 1e-6
-    implementation: Literal["serial", "scan", "pallas"] | None = None
+    implementation: Literal["serial", "scan", "fft", "pallas"] | None = None
 
     def __post_init__(self) -> None:
         check_count("heads", self.heads)
@@ -59,20 +56,17 @@ class MixerConfig:
                 check_count(name, getattr(self, name))
         if self.heads % self.groups:
             fail("kv_heads", f"a divisor of heads={self.heads}", self.kv_heads)
-        check_choice("qk_norm", self.qk_norm, (None, "l2", "rms"))
-        check_choice("implementation", self.implementation, (None, *IMPLEMENTATIONS))
+        check_choice("implementation", self.implementation, (None, *self.implementations))
         for name in ("rope", "output_norm", "gate"):
             check_flag(name, getattr(self, name))
         check_positive("rope_base", self.rope_base)
         check_positive("norm_eps", self.norm_eps)
-        if self.scale is not None:
-            check_positive("scale", self.scale)
         check_count("conv_width", self.conv_width, 0)
         if self.conv_width == 1:
             fail("conv_width", "0 for no convolution, or at least 2", 1)
 
     @property
-    def layer(self) -> "type[TokenMixer]":
+    def layer(self) -> "type[MixerLayer]":
         """The class of the layers that this builds."""
         raise NotImplementedError
 
@@ -95,6 +89,14 @@ class MixerConfig:
             fail("key_size", "an even number, since rope=True rotates pairs", sizes[0])
         return sizes
 
+    def mixer_products(self, d_model: int, length: int) -> int:
+        """Multiply-adds of the mixer function for one token of a sequence of `length` tokens, projections not counted.
+
+        Those of the matrix products of the form that trains; inside a chunk both halves of a triangle count, because
+        both are computed.
+        """
+        raise NotImplementedError
+
     def build(
         self,
         d_model: int,
@@ -104,8 +106,8 @@ class MixerConfig:
         param_dtype: Dtype = jnp.float32,
         init_std: float = 0.02,
         out_init_std: float | None = None,
-    ) -> "TokenMixer":
-        """The layer that this describes; the arguments are those of `TokenMixer`."""
+    ) -> "MixerLayer":
+        """The layer that this describes; the arguments are those of `MixerLayer`."""
         return self.layer(
             d_model,
             self,
@@ -124,6 +126,28 @@ class MixerConfig:
     def from_fields(cls, fields: dict[str, Any]) -> Self:
         """The config with these fields, strict about names."""
         return cls(**known_fields(cls, fields))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryKeyConfig(MixerConfig):
+    """Options of the layers of queries, keys and values beside those of `MixerConfig`.
+
+    Their short convolution runs over queries, keys and values and is followed by SiLU.
+
+    Attributes:
+        qk_norm: "l2" makes every query and key a unit vector; "rms" makes it one of unit root mean square with a
+            learned scale per channel, times D^-1/2, so that it starts as "l2"; None leaves them.
+        scale: factor on q.k; None takes the mixer's default.
+    """
+
+    qk_norm: Literal["l2", "rms"] | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("qk_norm", self.qk_norm, (None, "l2", "rms"))
+        if self.scale is not None:
+            check_positive("scale", self.scale)
 
 
 def known_fields(cls: type, fields: dict[str, Any]) -> dict[str, Any]:

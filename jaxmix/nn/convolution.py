@@ -131,7 +131,7 @@ def _take(x: Array, at: Array) -> Array:
 
 
 class ShortConvolution(nnx.Module):
-    """`short_convolution` with a learned kernel, initially uniform in +-W^-1/2.
+    """`short_convolution` with a learned kernel, initially uniform in +-W^-1/2, and a bias, initially 0, if asked for.
 
     Args:
         channels: number of channels C.
@@ -139,6 +139,7 @@ class ShortConvolution(nnx.Module):
         rngs: source of the initial values.
         param_dtype: dtype of the kernel.
         axis: logical axis name of the channels, for sharding.
+        bias: add a learned number per channel, at padding too.
     """
 
     def __init__(
@@ -149,10 +150,12 @@ class ShortConvolution(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: Dtype = jnp.float32,
         axis: str | None = None,
+        bias: bool = False,
     ):
         bound = width**-0.5
         kernel = jax.random.uniform(rngs.params(), (width, channels), param_dtype, -bound, bound)
         self.kernel = nnx.Param(kernel, **partitioned(None, axis))
+        self.bias = nnx.Param(jnp.zeros((channels,), param_dtype), **partitioned(axis)) if bias else None
         self.channels = channels
         self.width = width
 
@@ -160,7 +163,8 @@ class ShortConvolution(nnx.Module):
         self, x: Array, *, segment_ids: Array | None = None, state: Array | None = None
     ) -> tuple[Array, Array]:
         """See `short_convolution`; `state` is its `initial_state`."""
-        return short_convolution(x, self.kernel[...], segment_ids=segment_ids, initial_state=state)
+        y, state = short_convolution(x, self.kernel[...], segment_ids=segment_ids, initial_state=state)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype), state
 
     def init_state(self, batch_size: int, dtype: Dtype = jnp.float32) -> Array:
         """The state of streams that have seen nothing, [B, W-1, C]."""

@@ -58,6 +58,17 @@ class HLAConfig(RecurrentConfig):
         """`HLA`."""
         return HLA
 
+    def mixer_products(self, d_model: int, length: int) -> int:
+        """The chain of linear attentions that the order is made of, without the options of order 2."""
+        keys, values = self.head_sizes(d_model)
+        scores = self.chunk_size * keys
+        if self.order == "asymmetric":
+            return self.heads * (scores + 2 * self.linear_products(keys, values))
+        chain = 2 * scores + self.linear_products(keys, keys) + self.linear_products(keys, values)
+        if self.order == 2:
+            return self.heads * (chain + keys * values)
+        return self.heads * (chain + self.linear_products(keys, values) + keys * keys)
+
     @property
     def mixer(self) -> Callable[..., tuple[Array, Any]]:
         """The function of this order."""
@@ -74,7 +85,7 @@ class HLAConfig(RecurrentConfig):
 class HLA(RecurrentMixer):
     """Higher-order linear attention, `HLA(d_model, heads=H, order=2 | "asymmetric" | 3, ..., rngs=rngs)`.
 
-    See `TokenMixer` for the arguments and `HLAConfig` for the options.
+    See `MixerLayer` for the arguments and `HLAConfig` for the options.
 
     Source: Zhang et al., "Higher-order Linear Attention", arXiv 2510.27258.
     """

@@ -21,6 +21,11 @@ class LinearAttentionConfig(RecurrentConfig):
         """`LinearAttention`."""
         return LinearAttention
 
+    def mixer_products(self, d_model: int, length: int) -> int:
+        """One linear attention."""
+        keys, values = self.head_sizes(d_model)
+        return self.heads * (self.chunk_size * keys + self.linear_products(keys, values))
+
     @property
     def mixer(self) -> Callable[..., tuple[Array, Any]]:
         """`linear_attention`."""
@@ -33,6 +38,6 @@ class LinearAttentionConfig(RecurrentConfig):
 
 
 class LinearAttention(RecurrentMixer):
-    """Causal linear attention with decay; see `TokenMixer` for the arguments."""
+    """Causal linear attention with decay; see `MixerLayer` for the arguments."""
 
     config_class = LinearAttentionConfig

@@ -19,6 +19,12 @@ def l2_normalize(x: Array, eps: float = 1e-6) -> Array:
     return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
+def rms_normalize(x: Array, eps: float = 1e-6) -> Array:
+    """x / sqrt(mean(x^2) + eps) over the last axis, in float32 or better."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """y = scale * x / sqrt(mean(x^2) + eps) over the last axis, with a learned scale that starts at one.
 
@@ -45,6 +51,5 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Normalises x, [..., size]."""
-        wide = x.astype(jnp.promote_types(self.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = rms_normalize(x.astype(jnp.promote_types(self.dtype, jnp.float32)), self.eps)
         return (wide * self.scale[...].astype(wide.dtype)).astype(self.dtype)

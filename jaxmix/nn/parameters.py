@@ -12,7 +12,8 @@ Map them to mesh axes where a model is sharded, every name to a mesh axis or Non
         shardings = nnx.get_named_sharding(nnx.state(model), mesh)
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -21,6 +22,21 @@ from jaxmix.arrays import Dtype
 
 AXES = ("embed", "heads", "mlp", "vocab", "layers")
 """Every logical axis name in use."""
+
+
+def parameter_label(path: Sequence[str]) -> Literal["matrix", "ssm", "vector"]:
+    """What an optimizer should know of a parameter, from the names on the way to it.
+
+    "matrix": projections, convolutions and embeddings, which weight decay is for. "ssm": poles, step sizes, mixing and
+    input norms of a `StateSpace`, which the paper trains with a learning rate of at most 1e-3 and without decay.
+    "vector": all else (norms, biases, gate parameters). Names decide and not ranks: parameters of equal layers are
+    stacked and have one more axis.
+
+    Source of the group "ssm": Kiyohara et al., arXiv 2605.24330.
+    """
+    if "ssm" in path:
+        return "ssm"
+    return "matrix" if path[-1] in ("kernel", "embedding") and "decay" not in path else "vector"
 
 
 def partitioned(*axes: str | None) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from flax import nnx
 from jaxmix.arrays import Array, check_choice, check_count, check_flag, check_positive, fail
 from jaxmix.mixers.state import State
 from jaxmix.nn.base import TokenMixer
-from jaxmix.nn.config import MixerConfig
+from jaxmix.nn.config import QueryKeyConfig
 from jaxmix.nn.decay import DataDecay, HeadDecay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecurrentConfig(MixerConfig):
-    """Options of the recurrent layers beside those of `MixerConfig`, whose defaults are set for them here.
+class RecurrentConfig(QueryKeyConfig):
+    """Options of the recurrent layers beside those of `QueryKeyConfig`, whose defaults are set for them here.
 
     The mixers sum products of queries and keys that grow with the number of tokens and their degree. Unit queries and
     keys, a decay and a norm on the output keep a layer's output at one scale.
@@ -59,6 +59,10 @@ class RecurrentConfig(MixerConfig):
             fail("time_scales", "the shortest first", self.time_scales)
         object.__setattr__(self, "time_scales", tuple(self.time_scales))
 
+    def linear_products(self, keys: int, values: int) -> int:
+        """Multiply-adds per token and head of one linear attention in chunks, its scores not counted."""
+        return self.chunk_size * values + 2 * keys * values
+
     @property
     def mixer(self) -> Callable[..., tuple[Array, Any]]:
         """The mixer function with the options that only it has."""
@@ -71,7 +75,7 @@ class RecurrentConfig(MixerConfig):
 
 
 class RecurrentMixer(TokenMixer):
-    """Base of the layers around `mixer(q, k, v, log_decay, ...)`; see `TokenMixer` for the arguments."""
+    """Base of the layers around `mixer(q, k, v, log_decay, ...)`; see `MixerLayer` for the arguments."""
 
     def __init__(self, d_model: int, config: Any = None, *, rngs: nnx.Rngs, init_std: float = 0.02, **arguments: Any):
         super().__init__(d_model, config, rngs=rngs, init_std=init_std, **arguments)
@@ -84,8 +88,9 @@ class RecurrentMixer(TokenMixer):
         else:
             self.decay = None
 
-    def mix(self, q: Array, k: Array, v: Array, x: Array, segment_ids: Array | None, state: Any) -> tuple[Array, Any]:
+    def mix(self, streams: tuple[Array, ...], x: Array, segment_ids: Array | None, state: Any) -> tuple[Array, Any]:
         """Runs the recurrence over every segment."""
+        q, k, v = streams
         config = self.config
         if config.scale is not None:
             q = q * config.scale

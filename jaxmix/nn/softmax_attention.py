@@ -6,11 +6,11 @@ from typing import ClassVar
 from jaxmix.arrays import Array, check_count, fail
 from jaxmix.mixers.softmax_attention import SoftmaxAttentionState, softmax_attention
 from jaxmix.nn.base import TokenMixer
-from jaxmix.nn.config import MixerConfig
+from jaxmix.nn.config import QueryKeyConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SoftmaxAttentionConfig(MixerConfig):
+class SoftmaxAttentionConfig(QueryKeyConfig):
     """Configuration of `SoftmaxAttention`: the attention of Llama by default, and the options of every mixer.
 
     Attributes:
@@ -28,6 +28,10 @@ class SoftmaxAttentionConfig(MixerConfig):
         super().__post_init__()
         check_count("capacity", self.capacity)
 
+    def mixer_products(self, d_model: int, length: int) -> int:
+        """Scores and values of all earlier tokens: those of the mean token."""
+        return self.heads * sum(self.head_sizes(d_model)) * (length + 1) // 2
+
     @property
     def layer(self) -> type[TokenMixer]:
         """`SoftmaxAttention`."""
@@ -35,20 +39,15 @@ class SoftmaxAttentionConfig(MixerConfig):
 
 
 class SoftmaxAttention(TokenMixer):
-    """Causal softmax attention with rotary positions and grouped heads; see `TokenMixer` for the arguments."""
+    """Causal softmax attention with rotary positions and grouped heads; see `MixerLayer` for the arguments."""
 
     config_class = SoftmaxAttentionConfig
 
     def mix(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        x: Array,
-        segment_ids: Array | None,
-        state: SoftmaxAttentionState | None,
+        self, streams: tuple[Array, ...], x: Array, segment_ids: Array | None, state: SoftmaxAttentionState | None
     ) -> tuple[Array, SoftmaxAttentionState]:
         """Attends within every segment."""
+        q, k, v = streams
         config = self.config
         if q.shape[1] > config.capacity:
             fail("x", f"at most capacity={config.capacity} tokens in a call (see SoftmaxAttentionConfig)", q.shape[1])

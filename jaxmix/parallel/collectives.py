@@ -35,3 +35,13 @@ def gather_axis(tree: Any, axis_name: str) -> Any:
         return jax.lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), axis_name)
 
     return jax.tree.map(gather, tree)
+
+
+def vary_like(tree: Any, x: Any) -> Any:
+    """The arrays of `tree`, taken to differ over the shard_map axes that `x` differs over.
+
+    Their gradients are then summed over devices as they are, and not as the larger arrays that are made of them.
+    """
+    # The supported releases share no name for those axes; adding a zero made of `x` does it, and NaN in x is no matter.
+    zero = 0 * jnp.isnan(jnp.ravel(x)[0])
+    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), tree)

@@ -63,6 +63,7 @@ class OptimizerConfig:
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: added to the root of the second moment.
+        ssm_learning_rate: largest learning rate of parameters labelled "ssm" by `jaxmix.nn.parameter_label`.
     """
 
     learning_rate: float = 3e-3
@@ -73,6 +74,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    ssm_learning_rate: float = 1e-3
 
     def __post_init__(self) -> None:
         _at_least(
@@ -81,6 +83,7 @@ class OptimizerConfig:
             warmup_steps=self.warmup_steps,
             final_fraction=self.final_fraction,
             weight_decay=self.weight_decay,
+            ssm_learning_rate=self.ssm_learning_rate,
         )
         for name in ("clip_norm", "eps"):
             if not 0.0 < getattr(self, name) < math.inf:

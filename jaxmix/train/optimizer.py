@@ -1,14 +1,13 @@
 """The optimizer: AdamW with warm-up and cosine, gradient clipping, and weight decay where it belongs."""
 
+import functools
 from typing import Any
 
 import jax
 import optax
 
+from jaxmix.nn import parameter_label
 from jaxmix.train.config import OptimizerConfig
-
-# Names of the parameters that weight decay applies to. Norms' scales, biases and the rates of decays are not here.
-_DECAYED = ("kernel", "embedding")
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -35,36 +34,30 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def decay_mask(params: Any) -> Any:
-    """Which parameters weight decay applies to.
-
-    Matrices and embeddings have it; norms, biases and everything that sets a layer's decay (its gate parameters) do
-    not. The names decide, not the ranks: parameters of equal layers are stacked and have one more axis.
+def parameter_labels(params: Any) -> Any:
+    """What each parameter is to the optimizer, by `jaxmix.nn.parameter_label`.
 
     Args:
         params: nested dicts of parameters.
 
     Returns:
-        The same tree of booleans.
+        The same tree of "matrix", "ssm" and "vector".
     """
-
-    def decays(path: tuple[Any, ...], _: Any) -> bool:
-        names = [part.key for part in path]
-        return names[-1] in _DECAYED and "decay" not in names
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: parameter_label([str(p.key) for p in path]), params)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The gradient transformation of a run of `steps` updates.
 
-    Weight decay applies to what `decay_mask` selects.
+    Weight decay applies to parameters labelled "matrix". Those labelled "ssm" follow the schedule scaled down to a peak
+    of `config.ssm_learning_rate`, if the peak is higher.
 
     Raises:
         ValueError: if the warm-up does not end before the run does.
 
     Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
     """
+    capped = min(1.0, config.ssm_learning_rate / config.learning_rate) if config.learning_rate else 1.0
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -73,6 +66,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             b2=config.beta2,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            mask=decay_mask,
+            mask=functools.partial(_has_label, "matrix"),
         ),
+        optax.masked(optax.scale(capped), functools.partial(_has_label, "ssm")),
     )
+
+
+def _has_label(label: str, params: Any) -> Any:
+    return jax.tree.map(lambda x: x == label, parameter_labels(params))

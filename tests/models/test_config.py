@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxmix.models import PRESETS, Decoder, DecoderConfig, get_preset, parameter_count, parameter_groups, state_bytes
+from jaxmix.models import (
+    PRESETS,
+    Decoder,
+    DecoderConfig,
+    flops_per_token,
+    get_preset,
+    parameter_count,
+    parameter_groups,
+    state_bytes,
+)
 from jaxmix.models.config import group_layers
 from jaxmix.nn import HLAConfig, LinearAttentionConfig, SoftmaxAttentionConfig
 
@@ -44,8 +53,34 @@ def test_an_unknown_preset_lists_the_known_ones():
         get_preset("gpt")
 
 
-def test_the_softmax_preset_has_the_published_number_of_parameters():
-    assert parameter_count(get_preset("softmax-125m")) == 134105856
+def test_presets_have_the_published_numbers_of_parameters():
+    """Those that arXiv 2605.24330 prints, and what its ablations come to."""
+    totals = {
+        "softmax": (134105856, 373867520, 777856512, 1345423360),
+        "interdomain": (135416208, 377360768, 781498752, 1352406784),
+        "s4d": (135425424, 377385344, 781523328, 1352455936),
+    }
+    for name, numbers in totals.items():
+        for scale, number in zip(("125m", "350m", "760m", "1.3b"), numbers, strict=True):
+            assert parameter_count(get_preset(f"{name}-{scale}")) == number, f"{name}-{scale}"
+    assert parameter_count(get_preset("interdomain-single-125m")) == 135462288
+    assert parameter_count(get_preset("s4d-keys-values-125m")) == 135379344
+    assert parameter_count(get_preset("interdomain-no-rope-125m")) == totals["interdomain"][0]
+    assert parameter_count(get_preset("s4d-rope-125m")) == totals["s4d"][0]
+
+
+def test_operations_are_counted_by_hand():
+    softmax, interdomain = get_preset("softmax-125m"), get_preset("interdomain-125m")
+    matrices = 134105856 - 32000 * 768
+    attention = 12 * 768 * 2 * 4097 // 2
+    assert flops_per_token(softmax, 4096) == {
+        "forward": 2 * (matrices + attention),
+        "backward": 4 * (matrices + attention),
+    }
+    # Per head and token, chunks of 64, D = E = 64, 128 reals: q.k, r, w and values inside; state in and out; mixing.
+    inside, state, mixing = 64 * (64 + 2 * 128 + 64), 2 * 128 * 128, 128 * 128
+    expected = 2 * (135416208 - 32000 * 768 + 12 * 12 * (inside + state + mixing))
+    assert flops_per_token(interdomain, 4096)["forward"] == flops_per_token(interdomain, 16)["forward"] == expected
 
 
 @pytest.mark.parametrize("name", ["hla2", "ahla", "hla3", "linear"])

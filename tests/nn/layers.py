@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmix.nn import HLAConfig, LinearAttentionConfig, MixerConfig, SoftmaxAttentionConfig
+from jaxmix.nn import (
+    HLAConfig,
+    InterdomainAttentionConfig,
+    LinearAttentionConfig,
+    MixerConfig,
+    S4DConfig,
+    SoftmaxAttentionConfig,
+)
 
 WIDTH = 16
 BATCH = 2
@@ -22,6 +29,14 @@ LAYERS: dict[str, MixerConfig] = {
     "hla, third order": HLAConfig(heads=2, order=3, decay=None, conv_width=0, gate=False, scale=2.0, chunk_size=4),
     "linear attention": LinearAttentionConfig(
         heads=4, kv_heads=2, shared_decay=True, conv_width=2, value_size=6, chunk_size=4
+    ),
+    "interdomain attention": InterdomainAttentionConfig(heads=2, modes=3, chunk_size=4),
+    "interdomain attention, single stream": InterdomainAttentionConfig(
+        heads=4, kv_heads=2, modes=3, streams="single", mixing="diagonal", conjugate=True, gate=True, chunk_size=4
+    ),
+    "s4d": S4DConfig(heads=2, modes=3, chunk_size=4),
+    "s4d, keys and values": S4DConfig(
+        heads=2, modes=3, streams="keys and values", rope=True, value_size=6, output_norm=True, chunk_size=4
     ),
     "softmax attention": SoftmaxAttentionConfig(heads=4, kv_heads=2, capacity=16),
     "softmax attention, every option": SoftmaxAttentionConfig(

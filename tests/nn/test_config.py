@@ -14,8 +14,10 @@ from jaxmix.nn import (
     HLA,
     MIXER_CONFIGS,
     HLAConfig,
+    InterdomainAttentionConfig,
     LinearAttention,
     LinearAttentionConfig,
+    S4DConfig,
     SoftmaxAttention,
     SoftmaxAttentionConfig,
     mixer_from_dict,
@@ -40,13 +42,22 @@ def test_a_config_comes_back_from_json(name):
 
 def test_the_registry_knows_every_config_by_its_name():
     assert {name: config.name for name, config in MIXER_CONFIGS.items()} == {name: name for name in MIXER_CONFIGS}
-    assert set(MIXER_CONFIGS.values()) == {HLAConfig, LinearAttentionConfig, SoftmaxAttentionConfig}
+    assert set(MIXER_CONFIGS.values()) == {
+        HLAConfig,
+        InterdomainAttentionConfig,
+        LinearAttentionConfig,
+        S4DConfig,
+        SoftmaxAttentionConfig,
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"heads": 2}, r"mixer: expected one of hla, linear_attention, softmax_attention, got None"),
+        (
+            {"heads": 2},
+            r"mixer: expected one of hla, interdomain_attention, linear_attention, s4d, softmax_attention, got None",
+        ),
         ({"mixer": "lstm"}, r"mixer: expected one of .*, got 'lstm'"),
         ({"mixer": "hla"}, r"HLAConfig fields: expected also heads"),
         ({"mixer": "hla", "heads": 2, "head": 3}, r"HLAConfig fields: expected only .*, got also head$"),

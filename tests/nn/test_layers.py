@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmix.nn import LayerState, TokenMixer
+from jaxmix.nn import LayerState, MixerLayer
 from jaxmix.nn.parameters import AXES
 from tests.nn.layers import (
     BATCH,
@@ -35,7 +35,7 @@ def add(a, b):
 def test_shapes_and_dtypes_are_those_of_the_input_and_of_init_state(name):
     for dtype in (jnp.float32, jnp.bfloat16):
         layer = LAYERS[name].build(WIDTH, rngs=nnx.Rngs(0), dtype=dtype)
-        assert isinstance(layer, TokenMixer)
+        assert isinstance(layer, MixerLayer)
         y, state = jax.eval_shape(layer, jnp.zeros((3, 5, WIDTH)))
         assert (y.shape, y.dtype) == ((3, 5, WIDTH), dtype)
         expected = jax.eval_shape(lambda layer=layer: layer.init_state(3))
@@ -153,7 +153,8 @@ def test_a_reset_stream_starts_anew_and_the_others_go_on(name):
 def test_in_bfloat16_states_and_gates_stay_float32(name):
     layer = LAYERS[name].build(WIDTH, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     for path, parameter in nnx.to_flat_state(nnx.state(layer)):
-        assert parameter.dtype == (jnp.float32 if "decay" in path else jnp.bfloat16), path
+        wide = not {"decay", "ssm", "readout"}.isdisjoint(path)
+        assert parameter.dtype == (jnp.float32 if wide else jnp.bfloat16), path
     state = jax.eval_shape(lambda: layer.init_state(BATCH))
     caches = (".mixer.k", ".mixer.v") if name.startswith("softmax") else ()
     for path, leaf in jax.tree.leaves_with_path(state):
@@ -162,7 +163,9 @@ def test_in_bfloat16_states_and_gates_stay_float32(name):
             assert leaf.dtype == (jnp.bfloat16 if place in caches else jnp.float32), place
 
 
-@pytest.mark.parametrize("name", ["hla, second order", "hla, asymmetric", "softmax attention, every option"])
+@pytest.mark.parametrize(
+    "name", ["hla, second order", "hla, asymmetric", "interdomain attention", "softmax attention, every option"]
+)
 def test_bfloat16_computes_the_same(name):
     case = draw_fresh_case(name)
     kinds = {"wide": jnp.float32, "narrow": jnp.bfloat16}
@@ -182,5 +185,5 @@ def test_every_parameter_names_the_axes_it_may_be_sharded_over(name):
         assert set(axes) <= {None, *AXES}, path
     with nnx.logical_axis_rules(tuple((axis, "model" if axis == "heads" else None) for axis in AXES)):
         specs = nnx.get_partition_spec(nnx.state(layer))
-    assert specs["query"]["kernel"].get_value() == jax.P(None, "model")
+    assert specs["key"]["kernel"].get_value() == jax.P(None, "model")
     assert specs["out"]["kernel"].get_value() == jax.P("model", None)

@@ -6,22 +6,46 @@ import pytest
 from flax import nnx
 
 from jaxmix.models import Decoder, DecoderConfig
-from jaxmix.nn import HLAConfig, SoftmaxAttentionConfig
+from jaxmix.nn import HLAConfig, InterdomainAttentionConfig, SoftmaxAttentionConfig
 from jaxmix.train.config import OptimizerConfig
-from jaxmix.train.optimizer import decay_mask, learning_rate, make_optimizer
+from jaxmix.train.optimizer import learning_rate, make_optimizer, parameter_labels
 from jaxmix.train.step import split_model
 
 
 def _params():
-    layers = (HLAConfig(heads=2, decay="data", qk_norm="rms"), HLAConfig(heads=2), SoftmaxAttentionConfig(heads=2))
+    layers = (
+        HLAConfig(heads=2, decay="data", qk_norm="rms"),
+        HLAConfig(heads=2),
+        SoftmaxAttentionConfig(heads=2),
+        InterdomainAttentionConfig(heads=2, modes=4),
+    )
     config = DecoderConfig(vocab_size=16, d_model=8, layers=layers, hidden=8)
     return split_model(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
 
+def _paths(label):
+    labels = jax.tree_util.tree_leaves_with_path(parameter_labels(_params()))
+    return {tuple(str(part.key) for part in path) for path, found in labels if found == label}
+
+
+def test_the_state_space_group_is_poles_steps_mixing_and_input_norms():
+    names = {path[path.index("ssm") + 1] for path in _paths("ssm")}
+    assert names == {"log_real", "imaginary", "log_step", "mixing", "scales", "biases"}
+
+
+@pytest.mark.parametrize(("peak", "rate"), [(3e-3, 1e-3), (5e-4, 5e-4)])
+def test_the_state_space_group_has_a_capped_rate_and_no_weight_decay(peak, rate):
+    params = {"ssm": {"mixing": jnp.ones(3)}, "head": {"kernel": jnp.ones(3)}}
+    config = OptimizerConfig(learning_rate=peak, warmup_steps=0, weight_decay=0.5, clip_norm=100.0)
+    optimizer = make_optimizer(config, 10)
+    gradient = jax.tree.map(jnp.ones_like, params)
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["ssm"]["mixing"], -rate, rtol=1e-5)
+    np.testing.assert_allclose(updates["head"]["kernel"], -1.5 * peak, rtol=1e-5)
+
+
 def test_weight_decay_is_on_matrices_and_not_on_norms_biases_and_gates():
-    mask = jax.tree_util.tree_leaves_with_path(decay_mask(_params()))
-    decayed = {tuple(str(part.key) for part in path) for path, decays in mask if decays}
-    spared = {tuple(str(part.key) for part in path) for path, decays in mask if not decays}
+    decayed, spared = _paths("matrix"), _paths("vector")
     assert {path[-1] for path in decayed} == {"kernel", "embedding"}
     assert {path[-1] for path in spared} == {"scale", "log_rate", "bias", "kernel"}
     assert all("decay" in path for path in spared if path[-1] == "kernel")

@@ -7,43 +7,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxmix.arrays import Array, Dtype, einsum
-from jaxmix.mixers.chunking import Chunks
+from jaxmix.mixers.chunking import Chunks, apart, beside
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.linear_attention import outer, read_rows, token_decay
 from jaxmix.mixers.recurrence import Output, Recurrence, run
-from jaxmix.mixers.state import RecurrentState
+from jaxmix.mixers.state import KeyValueState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AHLAState(RecurrentState):
+class AHLAState(KeyValueState):
     """P = sum c k v^T [B, Hs, D, E], m = sum c k [B, Hs, D], E = sum c k (q^T P) [B, H, D, E], n [B, H, D]."""
 
     shared = ("P", "m")
+    axes = ("DE", "D", "DE", "D")
     P: Array
     m: Array
     E: Array
     n: Array
-
-    @classmethod
-    def init(
-        cls,
-        batch: int,
-        heads: int,
-        key_size: int,
-        value_size: int,
-        *,
-        shared_heads: int | None = None,
-        dtype: Dtype = jnp.float32,
-    ) -> Self:
-        """The state of a stream that has seen nothing; `shared_heads` (Hs) defaults to `heads`."""
-        own = shared_heads or heads
-        return cls(
-            P=jnp.zeros((batch, own, key_size, value_size), dtype),
-            m=jnp.zeros((batch, own, key_size), dtype),
-            E=jnp.zeros((batch, heads, key_size, value_size), dtype),
-            n=jnp.zeros((batch, heads, key_size), dtype),
-        )
 
 
 @jax.tree_util.register_dataclass
@@ -110,18 +91,12 @@ class _AHLA(Recurrence):
         n = a[..., None, None] * state.n + k * qm[..., None]
         return AHLAState(p, m, e, n), read_rows(q, e, n)
 
-    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Output, Any]:
+    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         """LA(q, k, LA(q, k, v; a); a): the carried matrices are P and E."""
         scores = chunks.scores(q, k)
-
-        def twice(v: Array, inner: Array, second: Array) -> tuple[Array, Array, Array]:
-            values, inner = chunks.linear(q, k, v, inner, scores=scores)
-            out, second = chunks.linear(q, k, values, second, scores=scores)
-            return out, inner, second
-
-        num, p, e = twice(v, state.P, state.E)
-        den, m, n = twice(jnp.ones_like(v[..., :1]), state.m[..., None], state.n[..., None])
-        return (num, den), AHLAState(p, m[..., 0], e, n[..., 0])
+        values, inner = chunks.linear(q, k, v, beside(state.P, state.m), scores=scores)
+        out, second = chunks.linear(q, k, values, beside(state.E, state.n), scores=scores)
+        return out, AHLAState(*apart(inner), *apart(second))
 
     def read(self, state: Any, q: Array) -> Output:
         return state.read(q)

@@ -3,10 +3,8 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
-
 from jaxmix.arrays import Array, check_flag, einsum, fail
-from jaxmix.mixers.chunking import Chunks
+from jaxmix.mixers.chunking import Chunks, apart, beside
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.hla.hla2_summary import HLA2PrintedSummary, HLA2State, HLA2Summary, read_hla2
 from jaxmix.mixers.linear_attention import outer
@@ -42,37 +40,34 @@ class _HLA2(Recurrence):
         )
         return state, self.read(dataclasses.replace(state, S=state.S[:, :, None]), q)
 
-    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Output, Any]:
+    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         """kt = S_t q_t = LA(q, k, k; a) first; everything else is linear attention with keys or queries kt."""
         kt, s = chunks.linear(q, k, k, state.S.mT)
         s = s.mT
         scores = chunks.scores(q, kt, power=2) if self.masked and self.decay_form == "masked" else None
 
-        def all_pairs(v: Array, c: Array) -> Array:
+        c, g = beside(state.C, state.m), beside(state.G, state.h)
+        c_final = chunks.final(q, v, c)
+
+        def all_pairs() -> Array:
             # q^T S here and S q above differ when a caller's initial S is not symmetric.
             return chunks.linear(chunks.linear(q, k, k, state.S)[0], q, v, c)[0]
 
-        def second(v: Array, c: Array, g: Array) -> tuple[Array, Array, Array]:
-            c_final = chunks.final(q, v, c)
-            if self.decay_form == "printed":
-                values, _ = chunks.linear(k, q, v, c, strict=True)
-                subtracted, g = chunks.linear(q, k, values, g)
-                out = all_pairs(v, c) - subtracted
+        if self.decay_form == "printed":
+            values, _ = chunks.linear(k, q, v, c, strict=True)
+            subtracted, g = chunks.linear(q, k, values, g)
+            out = all_pairs() - subtracted
+        else:
+            # F = S C - G, the part of S C with i <= j, streams without cancellation; G follows from it.
+            f = _apply(state.S, c) - g
+            if self.masked:
+                out, f = chunks.linear(q, kt, v, f, power=2, scores=scores)
             else:
-                # F = S C - G, the part of S C with i <= j, streams without cancellation; G follows from it.
-                f = _apply(state.S, c) - g
-                if self.masked:
-                    out, f = chunks.linear(q, kt, v, f, power=2, scores=scores)
-                else:
-                    out, f = all_pairs(v, c), chunks.final(kt, v, f, power=2)
-                g = _apply(s, c_final) - f
-            if self.ridge:
-                out = out + self.ridge * chunks.linear(q, q, v, c)[0]
-            return out, c_final, g
-
-        num, c, g = second(v, state.C, state.G)
-        den, m, h = second(jnp.ones_like(v[..., :1]), state.m[..., None], state.h[..., None])
-        return (num, den), HLA2State(s, c, m[..., 0], g, h[..., 0])
+                out, f = all_pairs(), chunks.final(kt, v, f, power=2)
+            g = _apply(s, c_final) - f
+        if self.ridge:
+            out = out + self.ridge * chunks.linear(q, q, v, c)[0]
+        return out, HLA2State(s, *apart(c_final), *apart(g))
 
     def read(self, state: Any, q: Array) -> Output:
         return read_hla2(state, q, ridge=self.ridge, masked=self.masked)

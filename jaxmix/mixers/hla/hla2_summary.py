@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxmix.arrays import Array, Dtype, einsum
 from jaxmix.mixers.linear_attention import outer, token_decay
 from jaxmix.mixers.recurrence import Output
-from jaxmix.mixers.state import RecurrentState
+from jaxmix.mixers.state import KeyValueState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HLA2State(RecurrentState):
+class HLA2State(KeyValueState):
     """S = sum c k k^T [B, Hs, D, D], C = sum c q v^T [B, H, D, E], m = sum c q [B, H, D], and the pairs to leave out.
 
     G [B, H, D, E] and h [B, H, D] collect k (k^T C) and k (k^T m) over the pairs with i > j, so that the masked
@@ -22,27 +22,12 @@ class HLA2State(RecurrentState):
     """
 
     shared = ("S",)
+    axes = ("DD", "DE", "D", "DE", "D")
     S: Array
     C: Array
     m: Array
     G: Array
     h: Array
-
-    @classmethod
-    def init(
-        cls,
-        batch: int,
-        heads: int,
-        key_size: int,
-        value_size: int,
-        *,
-        shared_heads: int | None = None,
-        dtype: Dtype = jnp.float32,
-    ) -> Self:
-        """The state of a stream that has seen nothing; `shared_heads` (Hs) defaults to `heads`."""
-        matrix = jnp.zeros((batch, heads, key_size, value_size), dtype)
-        vector = jnp.zeros((batch, heads, key_size), dtype)
-        return cls(jnp.zeros((batch, shared_heads or heads, key_size, key_size), dtype), matrix, vector, matrix, vector)
 
 
 def read_hla2(state: Any, q: Array, *, ridge: float = 0.0, masked: bool = True) -> Output:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxmix.arrays import Array, einsum, fail
-from jaxmix.mixers.chunking import Chunks
+from jaxmix.mixers.chunking import Chunks, apart, beside
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.hla.hla3_summary import HLA3PrintedSummary, HLA3State, HLA3Summary
 from jaxmix.mixers.linear_attention import outer, read_rows
@@ -30,20 +30,15 @@ class _HLA3(Recurrence):
         f1 = cube[..., None] * state.f + sq * qm[..., None]
         return HLA3State(**moments, F=f, f=f1), read_rows(q, f, f1)
 
-    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Output, Any]:
+    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         """LA(q, kt, vt; a^3) with kt = LA(q, k, k; a) and vt = LA(q, k, v; a)."""
         first = chunks.scores(q, k)
         kt, s = chunks.linear(q, k, k, state.S.mT, scores=first)
         scores = chunks.scores(q, kt, power=3)
 
-        def third(v: Array, p: Array, f: Array) -> tuple[Array, Array, Array]:
-            vt, p = chunks.linear(q, k, v, p, scores=first)
-            out, f = chunks.linear(q, kt, vt, f, power=3, scores=scores)
-            return out, p, f
-
-        num, p, f = third(v, state.P, state.F)
-        den, m, f1 = third(jnp.ones_like(v[..., :1]), state.m[..., None], state.f[..., None])
-        return (num, den), HLA3State(s.mT, chunks.final(q, q, state.Q), p, m[..., 0], f, f1[..., 0])
+        vt, p = chunks.linear(q, k, v, beside(state.P, state.m), scores=first)
+        out, f = chunks.linear(q, kt, vt, beside(state.F, state.f), power=3, scores=scores)
+        return out, HLA3State(s.mT, chunks.final(q, q, state.Q), *apart(p), *apart(f))
 
     def read(self, state: Any, q: Array) -> Output:
         return state.read(q)
@@ -68,7 +63,7 @@ class _HLA3Printed(Recurrence):
         f1 = state.f + sq + own * (kqk + qk * qm[..., None])
         return HLA3State(**moments, F=f, f=f1), read_rows(q, f, f1)
 
-    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Output, Any]:
+    def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         """LA(q, LAx(q, k, k), (q.k) v) + LA(q, k, (k.LAx(k, q, q) + (q.k)^2) v + (q.k) LAx(q, k, v)).
 
         LAx leaves the current token out. Both sums share the carried matrix F, which starts in the second.
@@ -81,16 +76,12 @@ class _HLA3Printed(Recurrence):
         kqk = einsum("bngrcd,bngcd->bngrc", kq, k)[..., None] + qk * qk
         scores = chunks.scores(q, kt)
 
-        def third(v: Array, p: Array, f: Array) -> tuple[Array, Array, Array]:
-            vt, p = chunks.linear(q, k, v, p, strict=True, scores=before)
-            value = v[:, :, :, None]
-            first, f_first = chunks.linear(q, kt, qk * value, jnp.zeros_like(f), scores=scores)
-            rest, f = chunks.linear(q, k, kqk * value + qk * vt, f, scores=upto)
-            return first + rest, p, f_first + f
-
-        num, p, f = third(v, state.P, state.F)
-        den, m, f1 = third(jnp.ones_like(v[..., :1]), state.m[..., None], state.f[..., None])
-        return (num, den), HLA3State(s.mT, q2, p, m[..., 0], f, f1[..., 0])
+        vt, p = chunks.linear(q, k, v, beside(state.P, state.m), strict=True, scores=before)
+        value = v[:, :, :, None]
+        f = beside(state.F, state.f)
+        first, f_first = chunks.linear(q, kt, qk * value, jnp.zeros_like(f), scores=scores)
+        rest, f = chunks.linear(q, k, kqk * value + qk * vt, f, scores=upto)
+        return first + rest, HLA3State(s.mT, q2, *apart(p), *apart(f_first + f))
 
     def read(self, state: Any, q: Array) -> Output:
         return state.read(q)

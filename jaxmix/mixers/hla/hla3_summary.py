@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxmix.arrays import Array, Dtype, einsum, fail
 from jaxmix.mixers.linear_attention import outer, read_rows, token_decay
 from jaxmix.mixers.recurrence import Output
-from jaxmix.mixers.state import RecurrentState
+from jaxmix.mixers.state import KeyValueState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HLA3State(RecurrentState):
+class HLA3State(KeyValueState):
     """The moments S = sum c k k^T, Q = sum c q q^T, P = sum c k v^T and m = sum c k, and what a query reads, F and f.
 
     F = sum c^3 (S q)(q^T P) and f = sum c^3 (S q)(q^T m). Shapes: S [B, Hs, D, D], Q [B, H, D, D], P [B, Hs, D, E],
@@ -22,34 +22,13 @@ class HLA3State(RecurrentState):
     """
 
     shared = ("S", "P", "m")
+    axes = ("DD", "DD", "DE", "D", "DE", "D")
     S: Array
     Q: Array
     P: Array
     m: Array
     F: Array
     f: Array
-
-    @classmethod
-    def init(
-        cls,
-        batch: int,
-        heads: int,
-        key_size: int,
-        value_size: int,
-        *,
-        shared_heads: int | None = None,
-        dtype: Dtype = jnp.float32,
-    ) -> Self:
-        """The state of a stream that has seen nothing; `shared_heads` (Hs) defaults to `heads`."""
-        own = shared_heads or heads
-        return cls(
-            S=jnp.zeros((batch, own, key_size, key_size), dtype),
-            Q=jnp.zeros((batch, heads, key_size, key_size), dtype),
-            P=jnp.zeros((batch, own, key_size, value_size), dtype),
-            m=jnp.zeros((batch, own, key_size), dtype),
-            F=jnp.zeros((batch, heads, key_size, value_size), dtype),
-            f=jnp.zeros((batch, heads, key_size), dtype),
-        )
 
 
 @jax.tree_util.register_dataclass
