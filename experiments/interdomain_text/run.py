@@ -3,7 +3,7 @@
     python experiments/interdomain_text/run.py [--tokenizer bpe-4096 | bytes] [--length 256] [--seeds 0 1 2] ...
 
 Every model has 5 layers of width 256 and about 5M parameters (SwiGLU sizes make up for what the mixers differ in), the
-recipe of `RECIPE`, and the same batches of 16 windows for the same seed. Validation is on every byte of the validation
+recipe of `RECIPE`, and the same batches for the same seed. Validation is on every byte of the validation
 documents, in windows of the training length for all. A run that is in the directory is gone on with.
 """
 
@@ -25,14 +25,19 @@ from jaxmix.models import DecoderConfig, parameter_count
 from jaxmix.nn import HLAConfig, InterdomainAttentionConfig, MixerConfig, S4DConfig, SoftmaxAttentionConfig
 from jaxmix.train import DataConfig, OptimizerConfig, TrainConfig, fit, load_run, read_metrics
 
-WIDTH, LAYERS, HEADS, PARAMETERS, BATCH = 256, 5, 4, 5_000_000, 16
+WIDTH, LAYERS, HEADS, PARAMETERS = 256, 5, 4, 5_000_000
 VOCABULARY = {"bpe-4096": 4096, "bytes": 258}
-LONGEST = 4096
+LONGEST, LAST = 4096, 50
 MIXERS: dict[str, MixerConfig] = {
     "interdomain": InterdomainAttentionConfig(heads=HEADS),
     "s4d": S4DConfig(heads=HEADS),
     "softmax": SoftmaxAttentionConfig(heads=HEADS, capacity=LONGEST),
     "hla2": HLAConfig(heads=HEADS, decay="data"),
+}
+ABLATIONS: dict[str, MixerConfig] = {
+    "interdomain-single": InterdomainAttentionConfig(heads=HEADS, streams="single"),
+    "s4d-keys-values": S4DConfig(heads=HEADS, streams="keys and values", rope=True),
+    "s4d-rope": S4DConfig(heads=HEADS, rope=True),
 }
 RECIPE = OptimizerConfig(learning_rate=3e-3, warmup_steps=150, final_fraction=0.02)
 
@@ -51,10 +56,10 @@ def model(mixer: MixerConfig, vocabulary: int) -> DecoderConfig:
 
 def train(name: str, seed: int, chosen: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Trains one model and measures it."""
-    decoder = model(MIXERS[name], VOCABULARY[chosen.tokenizer])
+    decoder = model((MIXERS | ABLATIONS)[name], VOCABULARY[chosen.tokenizer])
     config = TrainConfig(
         model=decoder,
-        data=DataConfig(corpus="sotu", tokenizer=chosen.tokenizer, length=chosen.length, batch_size=BATCH),
+        data=DataConfig(corpus="sotu", tokenizer=chosen.tokenizer, length=chosen.length, batch_size=chosen.batch),
         optimizer=RECIPE,
         steps=chosen.steps,
         seed=seed,
@@ -65,15 +70,18 @@ def train(name: str, seed: int, chosen: argparse.Namespace, directory: Path) -> 
     if fit(config, directory, devices=1).status == "interrupted":
         raise SystemExit(f"{directory} was interrupted; the same command goes on from there")
     seconds = time.perf_counter() - start
-    trained, tokenizer, _ = load_run(directory)
-    corpus = load_corpus("sotu")
-    result = bits_per_byte(trained, tokenizer, corpus.validation, context="windows", length=chosen.length)
+    bits = float("nan")
+    if chosen.validation:
+        trained, tokenizer, _ = load_run(directory)
+        corpus = load_corpus("sotu")
+        result = bits_per_byte(trained, tokenizer, corpus.validation, context="windows", length=chosen.length)
+        bits = result.bits_per_byte
     losses = [row["loss"] for row in read_metrics(directory / "metrics.jsonl") if "loss" in row]
     return {
-        "bits_per_byte": result.bits_per_byte,
+        "bits_per_byte": bits,
         "seconds": seconds,
         "parameters": parameter_count(decoder),
-        "last_training_loss": statistics.mean(losses[-50:]),
+        "last_training_loss": statistics.mean(losses[-LAST:]),
     }
 
 
@@ -96,9 +104,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", default="bpe-4096", choices=list(VOCABULARY))
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--validation", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=list(MIXERS))
+    parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=[*MIXERS, *ABLATIONS])
     parser.add_argument("--out", type=Path, default=Path("runs/interdomain_text"))
     arguments = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", str(arguments.out.resolve() / "compiled"))
@@ -115,7 +125,7 @@ def main() -> None:
     print(table(results))
     print(
         dataclasses.asdict(RECIPE),
-        f"{arguments.steps} updates of {BATCH} x {arguments.length} tokens of {arguments.tokenizer}",
+        f"{arguments.steps} updates of {arguments.batch} x {arguments.length} tokens of {arguments.tokenizer}",
     )
     print(environment(), f"{os.cpu_count()} cores")
 

@@ -191,14 +191,13 @@ class Transforms(Suite):
         assert np.mean(losses[-10:]) < 0.3 * losses[0]
 
     def test_scan_memory_grows_with_chunks_and_holds_no_square(self):
-        small, large = (self.compiled_program(tokens, "backward") for tokens in (LONG // 2, LONG))
+        small, large = (self.compiled_program(tokens) for tokens in (LONG // 2, LONG))
         half, whole = (program.memory_analysis().temp_size_in_bytes for program in (small, large))
-        assert whole < 2.5 * half  # anything quadratic in the length would be near 4
-        for program in (large, self.compiled_program(LONG, "forward")):
-            assert largest_array(program.as_text()) < min(LONG * SIZE * SIZE, LONG * LONG)
+        assert whole < 2.1 * half  # anything quadratic in the length would be near 4
+        assert largest_array(large.as_text()) < min(LONG * SIZE * SIZE, LONG * LONG)
 
-    def compiled_program(self, tokens, direction):
-        """The scan over one long row, compiled but not run."""
+    def compiled_program(self, tokens):
+        """The scan over one long row, forward and backward, compiled but not run."""
         variant = self.spec.sized(heads=HEADS, size=SIZE)
         inputs = self.spec.cast_inputs(self.spec.draw(np.random.default_rng(0), 1, tokens, variant), F32)
         state = self.spec.init_state(variant, 1, F32)
@@ -209,7 +208,5 @@ class Transforms(Suite):
         def backward(inputs, state, cotangents):
             return jax.vjp(forward, inputs, state)[1](cotangents)
 
-        if direction == "forward":
-            return jax.jit(forward).lower(inputs, state).compile()
         cotangents = jax.eval_shape(forward, inputs, state)
         return jax.jit(backward).lower(inputs, state, cotangents).compile()
