@@ -11,7 +11,16 @@ import jax.numpy as jnp
 from jaxmix.arrays import Array, fail
 from jaxmix.bench.report import Row
 from jaxmix.bench.timing import Timing, measure
-from jaxmix.mixers import ahla, hla2, hla3, interdomain_attention, linear_attention, s4d, softmax_attention
+from jaxmix.mixers import (
+    SoftmaxAttentionState,
+    ahla,
+    hla2,
+    hla3,
+    interdomain_attention,
+    linear_attention,
+    s4d,
+    softmax_attention,
+)
 from jaxmix.mixers.s4d import s4d_poles
 
 MODES = 64
@@ -149,11 +158,13 @@ def _decode(options: BenchOptions) -> Iterator[Row]:
     cases = {}
     for context in contexts:
         q, k, v, g = draw(options, context)
-        for name, mixer in {**FIXED_STATE, "softmax_attention": softmax_attention}.items():
-            gates = (g,) if name in FIXED_STATE else ()
-            # A cache must hold the tokens to come as well.
-            extra = {} if gates else {"capacity": context + 1}
-            state = mixer(q, k, v, *gates, **extra)[1]
+        states = {name: (mixer, (g,), mixer(q, k, v, g)[1]) for name, mixer in FIXED_STATE.items()}
+        # The cache holds the token to come as well. Prefill would need the scores of all pairs of tokens.
+        slot = [(0, 0), (0, 1), (0, 0), (0, 0)]
+        length = jnp.full((options.batch,), context, jnp.int32)
+        cache = SoftmaxAttentionState(k=jnp.pad(k, slot), v=jnp.pad(v, slot), length=length)
+        states["softmax_attention"] = (softmax_attention, (), cache)
+        for name, (mixer, gates, state) in states.items():
             token = tuple(x[:, :1] for x in (q, k, v, *gates))
             cases[f"{name}, {context}"] = (jax.jit(lambda s, t, f=mixer: f(*t, initial_state=s)), (state, token))
     timings = measure(cases, repeats=options.repeats * 10)
