@@ -158,7 +158,9 @@ def _decode(options: BenchOptions) -> Iterator[Row]:
     cases = {}
     for context in contexts:
         q, k, v, g = draw(options, context)
-        states = {name: (mixer, (g,), mixer(q, k, v, g)[1]) for name, mixer in FIXED_STATE.items()}
+        states: dict[str, tuple[Callable[..., Any], tuple[Array, ...], Any]] = {
+            name: (mixer, (g,), mixer(q, k, v, g)[1]) for name, mixer in FIXED_STATE.items()
+        }
         # The cache holds the token to come as well. Prefill would need the scores of all pairs of tokens.
         slot = [(0, 0), (0, 1), (0, 0), (0, 0)]
         length = jnp.full((options.batch,), context, jnp.int32)
