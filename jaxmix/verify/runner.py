@@ -46,7 +46,7 @@ def verify_mixer(mixer: MixerUnderTest, options: VerifyOptions | None = None) ->
 
 
 def verify(options: VerifyOptions | None = None, *, progress: Callable[[str], None] | None = None) -> Report:
-    """Run every check on every mixer and option of jaxmix, and the errata of the HLA paper.
+    """Run every check on every mixer and option of the catalogue, and the errata of the HLA paper.
 
     Args:
         options: Shape, dtype, seed, mixers.
