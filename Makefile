@@ -29,7 +29,7 @@ define install
 	fi
 endef
 
-.PHONY: help setup setup-dev quickstart verify bench test lint types format docs lock clean
+.PHONY: help setup setup-dev quickstart verify bench test lint types format docs lock oracles clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,21 @@ lock: ## resolve the lock files anew (needs uv)
 LOCK_OPTIONS := --quiet --universal --python-version $(MINIMUM_PYTHON) --generate-hashes --custom-compile-command "make lock" \
     --no-emit-index-url --no-emit-find-links --no-annotate --group build --extra data --extra cli --extra train --extra plots
 LOCK_OPTIONS += $(LOCK_FLAGS)
+
+ORACLE_VENV := .venv-oracles
+ORACLE_PYTHON ?= python3.11
+
+oracles: $(ORACLE_VENV)/.installed ## make tests/oracles anew with independent PyTorch code
+	@$(ORACLE_VENV)/bin/python -m tests.oracles.make_vectors
+
+# pip and not uv for the packages: a pip configuration may name a CPU build of torch, which uv would not see.
+$(ORACLE_VENV)/.installed: tests/oracles/requirements.txt
+	@echo "Installing $< into $(ORACLE_VENV) (a few minutes)"
+	@rm -rf $(ORACLE_VENV)
+	@if $(HAVE_UV); then uv venv --quiet --seed --python $(ORACLE_PYTHON) $(ORACLE_VENV); \
+	else $(ORACLE_PYTHON) -m venv $(ORACLE_VENV); fi
+	@$(ORACLE_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@touch $@
 
 clean: ## remove .venv, caches and build outputs; training runs stay
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Test vectors from independent PyTorch implementations."""
