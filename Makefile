@@ -73,7 +73,7 @@ lock: ## resolve the lock files anew (needs uv)
 	@uv pip compile pyproject.toml $(LOCK_OPTIONS) --extra test --extra docs -c requirements.lock -o requirements-dev.lock
 
 LOCK_OPTIONS := --quiet --universal --python-version $(MINIMUM_PYTHON) --generate-hashes --custom-compile-command "make lock" \
-    --no-emit-index-url --no-emit-find-links --no-annotate --group build --extra data --extra cli --extra train --extra plots
+    --no-emit-index-url --no-emit-find-links --no-annotate --group build --extra data --extra cli --extra train --extra plots --extra weights
 LOCK_OPTIONS += $(LOCK_FLAGS)
 
 ORACLE_VENV := .venv-oracles

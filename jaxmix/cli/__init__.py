@@ -10,6 +10,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a language model, or go on with a run that was interrupted",
     "generate": "continue a prompt with a trained model",
+    "import": "make a run of a published checkpoint (config.json and safetensors)",
+    "export": "write the model of a run as a published checkpoint",
     "verify": "check every parallel form against its serial recurrence",
     "info": "sizes of a model; versions and devices",
     "bench": "time the mixers on this machine",
@@ -23,6 +25,7 @@ EXTRAS = {
     "rich": "cli",
     "tyro": "cli",
     "optax": "train",
+    "safetensors": "weights",
     "orbax": "train",
     "matplotlib": "plots",
 }
@@ -65,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         extra = EXTRAS[package]
         return _fail(f"'jaxmix {name}' needs the package {package}: pip install 'jaxmix[{extra}]'", 1)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         return _fail(str(error), 2)
     except FloatingPointError as error:
         return _fail(str(error), 1)

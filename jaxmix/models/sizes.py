@@ -18,6 +18,11 @@ def abstract_decoder(config: DecoderConfig) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
+def abstract_parameters(config: DecoderConfig) -> dict[tuple[Any, ...], jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter by its path in the decoder; those of equal layers are stacked."""
+    return nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(abstract_decoder(config), nnx.Param)))
+
+
 def parameter_groups(config: DecoderConfig) -> dict[str, int]:
     """The number of parameters of each part: embedding, mixers, SwiGLUs, norms of the residual stream, output map."""
     counts: dict[str, int] = dict.fromkeys(GROUPS, 0)

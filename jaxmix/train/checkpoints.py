@@ -58,6 +58,16 @@ class Checkpoints:
             ),
         )
 
+    def save_params(self, params: Any) -> None:
+        """Saves parameters that come from elsewhere as step 0, from which training can start.
+
+        Raises:
+            ValueError: if there are checkpoints already.
+        """
+        if self.latest is not None:
+            raise ValueError(f"directory: expected no checkpoint yet, found that of step {self.latest}")
+        self._manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+
     def restore(self, like: TrainState) -> tuple[TrainState, Any]:
         """The latest step.
 
@@ -81,17 +91,21 @@ class Checkpoints:
         optimizer = restored["optimizer"]
         return TrainState(optimizer["step"], restored["params"], optimizer["state"]), state_from_json(restored["data"])
 
-    def restore_params(self, like: Any) -> Any:
-        """The parameters of the latest step alone.
+    def restore_params(self, like: Any, step: int | None = None) -> Any:
+        """The parameters of one step alone.
 
         Args:
             like: parameters of the same shapes and dtypes, arrays or ShapeDtypeStructs.
+            step: which; the latest by default.
 
         Raises:
-            ValueError: if there is no checkpoint.
+            ValueError: if there is no such checkpoint.
         """
+        latest, steps = self._require_latest(), self._manager.all_steps()
+        if step is not None and step not in steps:
+            raise ValueError(f"step: expected one of the checkpoints {sorted(steps)}, got {step}")
         args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
-        return self._manager.restore(self._require_latest(), args=args)["params"]
+        return self._manager.restore(latest if step is None else step, args=args)["params"]
 
     def _require_latest(self) -> int:
         if self.latest is None:

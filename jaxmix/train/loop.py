@@ -1,5 +1,6 @@
 """The training loop: from a configuration and a directory to a trained model, through any number of interruptions."""
 
+import dataclasses
 import math
 import signal
 import threading
@@ -82,7 +83,7 @@ def fit(
     if config.data.newest is not None:
         corpus = corpus.newest(config.data.newest)
     data = prepare(corpus, config.data.tokenizer, run.data)
-    config = config.resolve(data.manifest.vocab_size)
+    config = run.resolve(config, data.manifest.vocab_size)
     run.tokenizer.mkdir(exist_ok=True)
     data.tokenizer.save(run.tokenizer)
     config.save(run.config_file)
@@ -146,7 +147,9 @@ class _Loop:
         self.state = jax.device_put(init_state(params, optimizer), everywhere)
         self.batches = train_batches(config.data, data.directory, config.seed)
         self.evaluation = evaluation_batches(config.data, data.directory, config.eval_batches)
-        if checkpoints.latest is not None:
+        if checkpoints.latest == 0:  # of an imported model, or before the first update: the rest is as it begins
+            self.state = dataclasses.replace(self.state, params=checkpoints.restore_params(self.state.params))
+        elif checkpoints.latest is not None:
             self.state, data_state = checkpoints.restore(self.state)
             self.batches.set_state(data_state)
         self.step = int(self.state.step)

@@ -4,6 +4,7 @@ config.json       the resolved configuration          data/             token sh
 tokenizer/        what text was encoded with          checkpoints/      one folder a step
 metrics.jsonl     one line a step or evaluation       loss.png          the curve
 yardsticks.json   what simple predictors reach        evaluation.json   what the model reached
+imported.json     where the first parameters are from, if they were not drawn
 """
 
 import json
@@ -16,7 +17,7 @@ import jax
 from flax import nnx
 
 from jaxmix.data.tokenizers import Tokenizer, load_tokenizer
-from jaxmix.models import Decoder, DecoderConfig
+from jaxmix.models import Decoder
 from jaxmix.train.checkpoints import Checkpoints
 from jaxmix.train.config import TrainConfig, differences
 from jaxmix.train.step import split_model
@@ -40,6 +41,7 @@ class RunDirectory:
     plot = property(lambda self: self.path / "loss.png")
     yardsticks = property(lambda self: self.path / "yardsticks.json")
     evaluation = property(lambda self: self.path / "evaluation.json")
+    imported = property(lambda self: self.path / "imported.json")
 
     def config(self) -> TrainConfig:
         """The resolved configuration.
@@ -54,20 +56,37 @@ class RunDirectory:
     def check_same(self, config: TrainConfig) -> None:
         """Makes sure that a run that is here already is a run of this configuration.
 
+        Of an imported model that is not trained yet only the decoder has to be the same.
+
         Raises:
             ValueError: if it is another one; the message names the fields that differ.
         """
         if not self.config_file.is_file():
             return
         here = self.config()
-        assert isinstance(here.model, DecoderConfig)  # a resolved configuration spells its model out
-        differing = differences(here.to_dict(), config.resolve(here.model.vocab_size).to_dict())
+        there, now = here.to_dict(), config.resolve(here.decoder.vocab_size).to_dict()
+        if self.imported.is_file() and not self.metrics.is_file():
+            there, now = ({"model": fields["model"]} for fields in (there, now))
+        differing = differences(there, now)
         if differing:
             raise ValueError(
                 f"{self.path} holds a run with another configuration (there -> now):\n  "
                 + "\n  ".join(differing)
                 + "\nGive the same configuration to go on with it, or another directory, or delete that one."
             )
+
+    def resolve(self, config: TrainConfig, vocab_size: int) -> TrainConfig:
+        """The configuration spelled out for the tokenizer's vocabulary, or for that of the model that is here.
+
+        Raises:
+            ValueError: if the model that is here has too small a vocabulary.
+        """
+        here = self.config().decoder.vocab_size if self.config_file.is_file() else vocab_size
+        if here < vocab_size:
+            raise ValueError(
+                f"tokenizer: expected at most the {here} ids of the model in {self.path}, got {vocab_size}"
+            )
+        return config.resolve(here)
 
 
 class Metrics:
@@ -108,14 +127,15 @@ def build_decoder(config: TrainConfig) -> Decoder:
     return Decoder(config.decoder, rngs=nnx.Rngs(config.seed))
 
 
-def load_run(directory: str | Path) -> tuple[Decoder, Tokenizer, TrainConfig]:
+def load_run(directory: str | Path, *, step: int | None = None) -> tuple[Decoder, Tokenizer, TrainConfig]:
     """A trained model with its tokenizer.
 
     Args:
         directory: of a run.
+        step: of the checkpoint; the latest by default.
 
     Returns:
-        The decoder with the parameters of the latest checkpoint, the tokenizer and the run's configuration.
+        The decoder with the parameters of the checkpoint, the tokenizer and the run's configuration.
 
     Raises:
         ValueError: if the directory holds no run or no checkpoint.
@@ -126,5 +146,5 @@ def load_run(directory: str | Path) -> tuple[Decoder, Tokenizer, TrainConfig]:
     if not run.checkpoints.is_dir():
         raise ValueError(f"directory: expected a run with a checkpoint, found none in {run.path}")
     with Checkpoints(run.checkpoints) as checkpoints:
-        params = checkpoints.restore_params(abstract)
+        params = checkpoints.restore_params(abstract, step)
     return nnx.merge(structure, jax.tree.map(jax.numpy.asarray, params)), load_tokenizer(run.tokenizer), config
