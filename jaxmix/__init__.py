@@ -2,6 +2,7 @@
 
 from jaxmix.mixers import (
     AHLAState,
+    DeltaState,
     HLA2State,
     HLA3State,
     InterdomainAttentionState,
@@ -9,7 +10,10 @@ from jaxmix.mixers import (
     LinearAttentionState,
     S4DState,
     SoftmaxAttentionState,
+    SSDState,
     ahla,
+    delta_rule,
+    gated_delta_rule,
     hla2,
     hla3,
     interdomain_attention,
@@ -17,21 +21,26 @@ from jaxmix.mixers import (
     linear_attention,
     s4d,
     softmax_attention,
+    ssd,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AHLAState",
+    "DeltaState",
     "HLA2State",
     "HLA3State",
     "InterdomainAttentionState",
     "InterdomainState",
     "LinearAttentionState",
     "S4DState",
+    "SSDState",
     "SoftmaxAttentionState",
     "__version__",
     "ahla",
+    "delta_rule",
+    "gated_delta_rule",
     "hla2",
     "hla3",
     "interdomain_attention",
@@ -39,4 +48,5 @@ __all__ = [
     "linear_attention",
     "s4d",
     "softmax_attention",
+    "ssd",
 ]

@@ -103,3 +103,10 @@ def check_array(argument: str, x: Any, shape: str, sizes: Sequence[int | None], 
         fail(argument, f"shape {shape} = {wanted}", f"shape {list(x.shape)}")
     if str(x.dtype) not in dtypes:
         fail(argument, f"dtype {' or '.join(dtypes)}", f"dtype {x.dtype}")
+
+
+def check_sizes(argument: str, x: Array, axes: str) -> None:
+    """Raise ValueError if `x` has no element along one of its axes, named by their letters."""
+    for axis, (letter, size) in enumerate(zip(axes, x.shape, strict=True)):
+        if size == 0:
+            fail(argument, f"at least one element along {letter}, axis {axis}", f"shape {list(x.shape)}")

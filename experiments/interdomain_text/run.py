@@ -37,7 +37,17 @@ MIXERS: dict[str, MixerConfig] = {
 ABLATIONS: dict[str, MixerConfig] = {
     "interdomain-single": InterdomainAttentionConfig(heads=HEADS, streams="single"),
     "s4d-keys-values": S4DConfig(heads=HEADS, streams="keys and values", rope=True),
+    "interdomain-no-conv": InterdomainAttentionConfig(heads=HEADS, conv_width=0),
+    "interdomain-output-norm": InterdomainAttentionConfig(heads=HEADS, output_norm=True),
+    "interdomain-gate": InterdomainAttentionConfig(heads=HEADS, gate=True),
+    "interdomain-large-steps": InterdomainAttentionConfig(heads=HEADS, steps=(1e-2, 1e-1)),
+    "interdomain-conjugate": InterdomainAttentionConfig(heads=HEADS, conjugate=True),
+    "interdomain-identity": InterdomainAttentionConfig(heads=HEADS, mixing_init="identity"),
+    "interdomain-conjugate-identity": InterdomainAttentionConfig(heads=HEADS, conjugate=True, mixing_init="identity"),
+    "interdomain-conjugate-gate": InterdomainAttentionConfig(heads=HEADS, conjugate=True, gate=True),
     "s4d-rope": S4DConfig(heads=HEADS, rope=True),
+    "s4d-no-conv": S4DConfig(heads=HEADS, conv_width=0),
+    "softmax-conv": SoftmaxAttentionConfig(heads=HEADS, capacity=LONGEST, conv_width=4),
 }
 RECIPE = OptimizerConfig(learning_rate=3e-3, warmup_steps=150, final_fraction=0.02)
 

@@ -1,5 +1,6 @@
 """Token mixers as pure functions with explicit states."""
 
+from jaxmix.mixers.delta import DeltaState, delta_rule, gated_delta_rule
 from jaxmix.mixers.hla import AHLAState, HLA2State, HLA3State, ahla, hla2, hla3
 from jaxmix.mixers.interdomain import (
     InterdomainAttentionState,
@@ -10,17 +11,22 @@ from jaxmix.mixers.interdomain import (
 from jaxmix.mixers.linear_attention import LinearAttentionState, linear_attention
 from jaxmix.mixers.s4d import S4DState, s4d
 from jaxmix.mixers.softmax_attention import SoftmaxAttentionState, softmax_attention
+from jaxmix.mixers.ssd import SSDState, ssd
 
 __all__ = [
     "AHLAState",
+    "DeltaState",
     "HLA2State",
     "HLA3State",
     "InterdomainAttentionState",
     "InterdomainState",
     "LinearAttentionState",
     "S4DState",
+    "SSDState",
     "SoftmaxAttentionState",
     "ahla",
+    "delta_rule",
+    "gated_delta_rule",
     "hla2",
     "hla3",
     "interdomain_attention",
@@ -28,4 +34,5 @@ __all__ = [
     "linear_attention",
     "s4d",
     "softmax_attention",
+    "ssd",
 ]

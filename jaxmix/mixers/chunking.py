@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxmix.arrays import Array, einsum
+from jaxmix.arrays import Array, Dtype, einsum
 from jaxmix.mixers.decay import LogDecay
 from jaxmix.mixers.prefix import decayed_sum, prefix_scan
 from jaxmix.mixers.segments import Segments
@@ -38,6 +38,12 @@ def apart(x: Array) -> tuple[Array, Array]:
     return x[..., :-1], x[..., -1]
 
 
+def count_starts(segments: Segments, size: int) -> Array:
+    """Number of segment starts inside the chunk up to each token, [B, N, C]."""
+    resets = split_chunks(segments.reset[..., None, None], size)[:, :, 0, :, 0]
+    return jnp.cumsum(resets, axis=-1, dtype=jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunks:
     """Decays and segment borders of a chunked sequence.
@@ -59,10 +65,8 @@ class Chunks:
         cls, log_decay: Array | None, segments: Segments | None, size: int, sequence_axis: str | None = None
     ) -> "Chunks":
         """From `log_decay` [B, T, G] and `segments` of [B, T]."""
-        cumulative = run = None
-        if segments is not None:
-            resets = split_chunks(segments.reset[..., None, None], size)[:, :, 0, :, 0]
-            run = jnp.cumsum(resets, axis=-1, dtype=jnp.int32)
+        cumulative = None
+        run = None if segments is None else count_starts(segments, size)
         if log_decay is not None:
             cumulative = LogDecay.accumulate(split_chunks(log_decay[..., None], size)[..., 0], run)
         return cls(cumulative, run, size, sequence_axis)
@@ -72,22 +76,64 @@ class Chunks:
 
         With `strict`, s < t and the decay runs only to t - 1: what token t sees before it is added.
         """
-        scores = _product("td,sd->ts", q, k)
+        return self.decayed(_product("td,sd->ts", q, k), power=power, strict=strict)
+
+    def decayed(self, products: Array, *, power: int = 1, strict: bool = False) -> Array:
+        """What `scores` makes of q_t . k_s, [B, N, G, (R,) C, C]."""
+        keep, gap = self._seen(strict)
+        keep = _to_rank(keep, products.ndim) if keep.ndim > 2 else keep
+        scores = jnp.where(keep, products, 0)
+        if self.log_decay is None:
+            return scores
+        exponents = self._exponents(keep, gap, strict, products.ndim, scores.dtype)
+        return scores * jnp.exp(exponents) ** power
+
+    def decays(self, dtype: Dtype) -> Array:
+        """c(s, t) for s <= t in one segment, else 0: [B, N, G, C, C], or with fewer axes what has no decay."""
+        keep, gap = self._seen(False)
+        if self.log_decay is None:
+            return keep.astype(dtype)
+        return jnp.where(keep, jnp.exp(self._exponents(keep, gap, False, 5, dtype)), 0)
+
+    def edges(self, dtype: Dtype) -> tuple[Array, Array, Array]:
+        """Decays from the chunk's start state to every token, from there to the chunk's end, and from start to end.
+
+        [B, N, G, C, 1] twice and [B, N, G, 1, 1], or shapes that broadcast to them; 0 where a segment border is
+        between.
+        """
+        start = kept = jnp.ones((1,) * 5, dtype)
+        end = jnp.zeros((1,) * 5, dtype)
+        if self.log_decay is not None:
+            sums = self.log_decay.from_start()
+            start, kept = jnp.exp(sums)[..., None], jnp.exp(sums[..., -1])[..., None, None]
+            end = self.log_decay.to_end()[..., None]
+        if self.run is None:
+            return start, jnp.exp(end), kept
+        # Before the last segment the exponent is the difference of two segments' decays: positive, it may overflow.
+        last = (self.run == self.run[..., -1:])[:, :, None, :, None]
+        end = jnp.where(last, jnp.exp(jnp.where(last, end, 0)), 0)
+        start = jnp.where((self.run == 0)[:, :, None, :, None], start, 0)
+        kept = jnp.where((self.run[..., -1] == 0)[:, :, None, None, None], kept, 0)
+        return start, end, kept
+
+    def _seen(self, strict: bool) -> tuple[Array, Array]:
+        """Which s token t sees, [C, C] or [B, N, 1, C, C], and how many steps of decay are between them, [C, C]."""
         steps = jnp.arange(self.size)
         gap = steps[:, None] - steps[None, :] - int(strict)
         keep = gap >= 0
         if self.run is not None:
             keep = keep & (self.run[..., :, None] == self.run[..., None, :])[:, :, None]
-        keep = _to_rank(keep, scores.ndim) if keep.ndim > 2 else keep
-        scores = jnp.where(keep, scores, 0)
-        if self.log_decay is None:
-            return scores
+        return keep, gap
+
+    def _exponents(self, keep: Array, gap: Array, strict: bool, ndim: int, dtype: Dtype) -> Array:
+        """Log decays between the pairs of `keep`, -inf elsewhere."""
+        assert self.log_decay is not None
         reached = self.log_decay.before() if strict else self.log_decay
-        difference = _to_rank(reached.since(self.log_decay), scores.ndim)
+        difference = _to_rank(reached.since(self.log_decay), ndim)
         # The mask comes before exp: above the diagonal the difference is positive and may overflow. On it there is no
         # decay, and no gradient whose rounding would outlast that of vanishing decays.
-        no_step = jnp.where(gap == 0, 0.0, -jnp.inf).astype(scores.dtype)
-        return scores * jnp.exp(jnp.where(keep & (gap > 0), difference, no_step)) ** power
+        no_step = jnp.where(gap == 0, 0.0, -jnp.inf).astype(dtype)
+        return jnp.where(keep & (gap > 0), difference, no_step)
 
     def outer(self, k: Array, v: Array, *, power: int = 1) -> Array:
         """sum_s c(s, C)^power k_s v_s^T over the last segment of each chunk: [B, N, G, (R,) D, E]."""

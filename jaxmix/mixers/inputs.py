@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmix.arrays import GATE_DTYPES, INPUT_DTYPES, Array, Dtype, check_array, compute_dtype, fail, is_concrete
+from jaxmix.arrays import (
+    GATE_DTYPES,
+    INPUT_DTYPES,
+    Array,
+    Dtype,
+    check_array,
+    check_sizes,
+    compute_dtype,
+    fail,
+    is_concrete,
+)
 from jaxmix.mixers.segments import Segments, check_segment_ids, find_segments, where_valid
 
 
@@ -30,7 +40,8 @@ class Inputs:
     """Inputs in the layout that the recurrences use, in the compute dtype.
 
     q [B, T, G, R, D], k [B, T, G, D], v [B, T, G, E], log_decay [B, T, G] or None. Where every query head has a state
-    of its own, keys and values are repeated so that G = H and R = 1. Mixers of values only have q and k None.
+    of its own, keys and values are repeated so that G = H and R = 1. Mixers of values only have q and k None; the delta
+    rule has a pair for k, the keys and their write strengths [B, T, G, 1].
     """
 
     q: Any
@@ -51,10 +62,8 @@ def check_inputs(q: Any, k: Any, v: Any, log_decay: Any, segment_ids: Any) -> Si
             its values are known).
     """
     check_array("q", q, "[B, T, H, D]", (None,) * 4, INPUT_DTYPES)
+    check_sizes("q", q, "BTHD")
     batch, length, heads, key_size = q.shape
-    for letter, axis, size in (("B", 0, batch), ("T", 1, length), ("H", 2, heads), ("D", 3, key_size)):
-        if size == 0:
-            fail("q", f"at least one element along {letter}, axis {axis}", f"shape {list(q.shape)}")
     check_array("k", k, "[B, T, G, D]", (batch, length, None, key_size), INPUT_DTYPES)
     groups = k.shape[2]
     if groups == 0 or heads % groups:
@@ -68,6 +77,41 @@ def check_inputs(q: Any, k: Any, v: Any, log_decay: Any, segment_ids: Any) -> Si
         groups = _check_log_decay(log_decay, batch, length, heads, groups)
     dtype = compute_dtype(q, k, v, log_decay)
     return Sizes(batch, length, heads, groups, key_size, v.shape[3], dtype)
+
+
+def check_spread_inputs(q: Any, k: Any, v: Any, gates: dict[str, Any], segment_ids: Any) -> Sizes:
+    """Check the arrays of a mixer whose heads are as many as those of q, k or v, whichever has most.
+
+    Args:
+        q: queries [B, T, Hq, D].
+        k: keys [B, T, Hk, D].
+        v: values [B, T, Hv, E]; the head counts divide the largest of them, H.
+        gates: by name, [B, T, H] or None; "log_decay" may be [H].
+        segment_ids: int32 [B, T] or None.
+
+    Raises:
+        ValueError: for a wrong rank, size, dtype or head count, or an empty sequence.
+    """
+    for name, x, axes in (("q", q, "BTHD"), ("k", k, "BTHD"), ("v", v, "BTHE")):
+        check_array(name, x, f"[{', '.join(axes)}]", (None,) * 4, INPUT_DTYPES)
+        check_sizes(name, x, axes)
+    batch, length, _, key_size = q.shape
+    check_array("k", k, "[B, T, H, D]", (batch, length, None, key_size), INPUT_DTYPES)
+    check_array("v", v, "[B, T, H, E]", (batch, length, None, None), INPUT_DTYPES)
+    counts = {name: x.shape[2] for name, x in (("q", q), ("k", k), ("v", v))}
+    most = max(counts, key=lambda name: counts[name])
+    heads = counts[most]
+    for name, count in counts.items():
+        if heads % count:
+            fail(name, f"a head count that divides the {heads} heads of {most}", f"{count} heads")
+    if segment_ids is not None:
+        check_segment_ids(segment_ids, batch, length)
+    for name, gate in gates.items():
+        if gate is not None:
+            per_head = name == "log_decay" and getattr(gate, "ndim", None) == 1
+            shape = (heads,) if per_head else (batch, length, heads)
+            check_array(name, gate, "[H]" if per_head else "[B, T, H]", shape, GATE_DTYPES)
+    return Sizes(batch, length, heads, heads, key_size, v.shape[3], compute_dtype(q, k, v, *gates.values()))
 
 
 def _check_log_decay(log_decay: Any, batch: int, length: int, heads: int, groups: int) -> int:
@@ -109,8 +153,13 @@ def prepare_inputs(
         log_decay = jnp.broadcast_to(log_decay, (sizes.batch, sizes.length, sizes.groups)).astype(sizes.dtype)
         log_decay = where_valid(segments, log_decay)
     q, k, v = jax.tree.map(lambda x: where_valid(segments, jnp.asarray(x)).astype(sizes.dtype), (q, k, v))
-    if v.shape[2] != sizes.groups:
-        k, v = jax.tree.map(lambda x: jnp.repeat(x, sizes.groups // x.shape[2], axis=2), (k, v))
+    k, v = jax.tree.map(lambda x: _spread(x, sizes.groups), (k, v))
     if q is not None:
+        q = _spread(q, sizes.groups) if q.shape[2] < sizes.groups else q
         q = q.reshape(sizes.batch, sizes.length, sizes.groups, -1, sizes.key_size)
     return Inputs(q, k, v, log_decay, segments)
+
+
+def _spread(x: Array, heads: int) -> Array:
+    """x [B, T, H', ...] with every head repeated so that there are `heads`."""
+    return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)

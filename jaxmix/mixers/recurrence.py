@@ -39,6 +39,11 @@ class Recurrence:
     time_invariant: ClassVar[bool] = False
     """Every token moves the state, whatever it holds, so that padding has to be skipped and not only cleared."""
 
+    @property
+    def by_token(self) -> bool:
+        """Whether there are a direct step for one token and an associative scan over tokens."""
+        return True
+
     def bind(self, parameters: Any) -> Self:
         """The recurrence with its learned arrays, for the time of one trace."""
         return self
@@ -52,6 +57,21 @@ class Recurrence:
     def step(self, state: Any, q: Array, k: Array, v: Array, a: Array) -> tuple[Any, Output]:
         """One token: q [B, G, R, D], k [B, G, D], v [B, G, E], decay a [B, G]."""
         raise NotImplementedError
+
+    def serial(self, inputs: Inputs, state: Any) -> tuple[Output, Any]:
+        """Token by token: the outputs [B, T, G, R, ...] and the final state."""
+
+        def body(state: Any, token: Any) -> tuple[Any, Output]:
+            q, k, v, a, segments = token
+            if segments is None:
+                return self.step(state, q, k, v, a)
+            state = jax.tree.map(lambda x: jnp.where(expand_to(segments.reset, x.ndim), 0, x), state)
+            after, output = self.step(state, q, k, v, a)
+            return _where(segments.valid, after, state) if self.time_invariant else after, output
+
+        tokens = (inputs.q, inputs.k, inputs.v, _decay(inputs), inputs.segments)
+        state, outputs = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs), state
 
     def cut(self, inputs: Inputs, size: int, sequence_axis: str | None) -> Any:
         """The chunks that `chunked` works with."""
@@ -146,9 +166,9 @@ def run_checked(
     initial_state = arrays[5]
     if initial_state is not None:
         check_state(initial_state, jax.eval_shape(functools.partial(mixer.zero_state, sizes)), sizes.dtype)
-    if sizes.length == 1 and sequence_axis is None:
+    if mixer.by_token and sizes.length == 1 and sequence_axis is None:
         form = "step"
-    elif form == "scan" and chunk_size == 1:
+    elif mixer.by_token and form == "scan" and chunk_size == 1:
         form = "tokens"
     return _run(mixer, sizes, form, eps, chunk_size, sequence_axis, *arrays)
 
@@ -177,7 +197,7 @@ def _run(
         if form == "step":
             (num, den), state = _single_step(mixer, inputs, state)
         elif form == "serial":
-            (num, den), state = _serial(mixer, inputs, state)
+            (num, den), state = mixer.serial(inputs, state)
         elif form == "tokens":
             (num, den), state = _token_scan(mixer, inputs, state, sequence_axis)
         else:
@@ -201,20 +221,6 @@ def _single_step(mixer: Recurrence, inputs: Inputs, state: Any) -> tuple[Output,
     if mixer.time_invariant and inputs.segments is not None:
         after = _where(inputs.segments.valid[:, 0], after, state)
     return jax.tree.map(lambda x: x[:, None], output), after
-
-
-def _serial(mixer: Recurrence, inputs: Inputs, state: Any) -> tuple[Output, Any]:
-    def body(state: Any, token: Any) -> tuple[Any, Output]:
-        q, k, v, a, segments = token
-        if segments is None:
-            return mixer.step(state, q, k, v, a)
-        state = jax.tree.map(lambda x: jnp.where(expand_to(segments.reset, x.ndim), 0, x), state)
-        after, output = mixer.step(state, q, k, v, a)
-        return _where(segments.valid, after, state) if mixer.time_invariant else after, output
-
-    tokens = (inputs.q, inputs.k, inputs.v, _decay(inputs), inputs.segments)
-    state, outputs = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs), state
 
 
 def _token_scan(mixer: Recurrence, inputs: Inputs, state: Any, sequence_axis: str | None) -> tuple[Output, Any]:

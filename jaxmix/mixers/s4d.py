@@ -15,6 +15,7 @@ from jaxmix.arrays import (
     check_array,
     check_choice,
     check_count,
+    check_sizes,
     compute_dtype,
     einsum,
     fail,
@@ -167,9 +168,7 @@ def s4d(
     form = choose("s4d", implementation, chunk_size, sequence_axis, implementations=(*IMPLEMENTATIONS, "fft"))
     check_array("x", x, "[B, T, H, E]", (None,) * 4, INPUT_DTYPES)
     batch, length, heads, size = x.shape
-    for axis, letter in enumerate("BTHE"):
-        if x.shape[axis] == 0:
-            fail("x", f"at least one element along {letter}, axis {axis}", f"shape {list(x.shape)}")
+    check_sizes("x", x, "BTHE")
     if segment_ids is not None:
         check_segment_ids(segment_ids, batch, length)
     _, modes = check_modes(A, delta, discretization)

@@ -1,0 +1,243 @@
+"""The delta rule chunk by chunk: forward, and its explicit backward that keeps the states at chunk borders only.
+
+Arrays are [B, N, H, C, D]. With D_ij = exp(G_i - G_j), G the log decay accumulated in the chunk, one chunk is
+
+    A  = strict_lower(beta_i (k_i . k_j) D_ij)          (I + A) [u, w] = beta [v, exp(G) k]
+    o  = exp(G) (q S) + lower(q k^T D) (u - w S)        S' = exp(G_C) S + (exp(G_C - G) k)^T (u - w S)
+
+where S is the state at the chunk's start. The map S -> S' is affine, so an associative scan gives every S.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmix.arrays import Array, einsum
+from jaxmix.mixers.chunking import Chunks
+from jaxmix.mixers.decay import LogDecay
+from jaxmix.mixers.delta.delta_summary import DeltaSummary
+from jaxmix.mixers.prefix import prefix_scan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaChunks:
+    """A sequence cut into chunks.
+
+    Attributes:
+        q: scaled queries, [B, N, H, C, D].
+        k: keys, [B, N, H, C, D].
+        v: values, [B, N, H, C, E].
+        beta: write strengths, [B, N, H, C, 1].
+        log_decay: of every token, [B, N, H, C]; None for no decay.
+        write_mask: share of each chunk's update that its successors see, [B, N, H]; None for all of it.
+        run: number of segment starts inside the chunk up to each token, [B, N, C]; None for no segments.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    beta: Array
+    log_decay: Array | None
+    write_mask: Array | None
+    run: Array | None
+
+
+class _Local(NamedTuple):
+    """What one chunk gives without knowing its start state."""
+
+    decay: Array
+    """D where token i sees token j, else 0, [..., C, C]."""
+    keys: Array
+    """k_i . k_j where i comes after j in a segment, else 0."""
+    erase: Array
+    """A."""
+    scores: Array
+    """lower(q k^T D)."""
+    start: Array
+    """exp(G) before the first segment start, then 0, [..., C, 1]."""
+    end: Array
+    """exp(G_C - G) in the last segment, else 0, [..., C, 1]."""
+    kept: Array
+    """exp(G_C), or 0 where a segment starts in the chunk, [..., 1, 1]."""
+    u: Array
+    w: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def delta_chunks(decay_masked: bool, chunks: DeltaChunks, initial: Array) -> tuple[Array, Array]:
+    """Outputs [B, N, H, C, E] and final state [B, H, D, E] from the state `initial`.
+
+    `decay_masked` False lets a chunk whose update is masked keep the state without decay.
+    """
+    out, _, final = run_chunks(decay_masked, chunks, initial, None)
+    return out, final
+
+
+def run_chunks(
+    decay_masked: bool, chunks: DeltaChunks, initial: Array, sequence_axis: str | None
+) -> tuple[Array, Array, Array]:
+    """The forward pass: outputs, the state at the start of every chunk [B, N, H, D, E], and the final state."""
+    local = _prepare(chunks)
+    written = local.end * chunks.k
+    update = DeltaSummary(-_product("cd,ce->de", written, local.w), _product("cd,ce->de", written, local.u))
+    summary = _committed(decay_masked, chunks, local, update)
+    start = DeltaSummary.of_state(initial[:, None])
+    before, after, total = prefix_scan(DeltaSummary.combine, summary, _resets(chunks), start, sequence_axis)
+    states = jnp.concatenate([before.W, after.W[:, :-1]], axis=1)
+    news = local.u - _product("cd,de->ce", local.w, states)
+    out = _product("cd,de->ce", local.start * chunks.q, states) + _product("cs,se->ce", local.scores, news)
+    return out, states, total.W[:, 0]
+
+
+def _forward(decay_masked: bool, chunks: DeltaChunks, initial: Array) -> Any:
+    out, states, final = run_chunks(decay_masked, chunks, initial, None)
+    return (out, final), (chunks, states)
+
+
+def _backward(decay_masked: bool, saved: Any, cotangents: tuple[Array, Array]) -> tuple[DeltaChunks, Array]:
+    chunks, states = saved
+    d_out, d_final = cotangents
+    q, k, beta = chunks.q, chunks.k, chunks.beta
+    local = _prepare(chunks)
+    written, reading = local.end * k, local.start * q
+    news = local.u - _product("cd,de->ce", local.w, states)
+
+    # The cotangent of every chunk's end state, by the transposed affine maps run backwards.
+    d_news_out = _product("sc,se->ce", local.scores, d_out)
+    d_states = _product("cd,ce->de", reading, d_out) - _product("cd,ce->de", local.w, d_news_out)
+    update = DeltaSummary(-_product("cd,ce->de", written, local.w), d_states)
+    summary = _committed(decay_masked, chunks, local, update)
+    reverse = DeltaSummary(jnp.flip(jnp.swapaxes(summary.Phi, -1, -2), axis=1), jnp.flip(d_states, axis=1))
+    last = DeltaSummary.of_state(d_final[:, None])
+    resets = _resets(chunks)
+    resets = None if resets is None else jnp.flip(resets, axis=1)
+    before, after, total = prefix_scan(DeltaSummary.combine, reverse, resets, last, None)
+    d_ends = jnp.flip(jnp.concatenate([before.W, after.W[:, :-1]], axis=1), axis=1)
+
+    masked = d_ends if chunks.write_mask is None else chunks.write_mask[..., None, None] * d_ends
+    d_news = d_news_out + _product("cd,de->ce", written, masked)
+    d_scores = jnp.where(local.decay != 0, _product("ce,se->cs", d_out, news), 0)
+    d_products = d_scores * local.decay
+    d_written = _product("ce,de->cd", news, masked)
+    d_reading = _product("ce,de->cd", d_out, states)
+    d_w = -_product("ce,de->cd", d_news, states)
+
+    # Through the triangular solve: (I + A)^T [b_v, b_k] = [du, dw] and dA = -strict_lower(b u^T).
+    size = d_news.shape[-1]
+    solved = _solve(local.erase, jnp.concatenate([d_news, d_w], axis=-1), transpose=True)
+    b_v, b_k = solved[..., :size], solved[..., size:]
+    d_erase = -_product("ce,se->cs", b_v, local.u) - _product("cd,sd->cs", b_k, local.w)
+    strict = jnp.tri(q.shape[-2], k=-1, dtype=jnp.bool_)
+    d_erase = jnp.where(strict & (local.decay != 0), d_erase, 0)
+    d_keys = d_erase * local.decay
+
+    started = local.start * jnp.sum(b_k * k, axis=-1, keepdims=True)
+    weighed = beta * d_keys
+    d_k = (
+        _product("sc,sd->cd", d_products, q)
+        + local.end * d_written
+        + local.start * beta * b_k
+        + _product("cs,sd->cd", weighed, k)
+        + _product("sc,sd->cd", weighed, k)
+    )
+    d_beta = jnp.sum(b_v * chunks.v, axis=-1, keepdims=True) + started + jnp.sum(d_keys * local.keys, -1, keepdims=True)
+    d_chunks = DeltaChunks(
+        q=local.start * d_reading + _product("cs,sd->cd", d_products, k),
+        k=d_k,
+        v=beta * b_v,
+        beta=d_beta,
+        log_decay=None,
+        write_mask=None,
+        run=None,
+    )
+    if chunks.write_mask is not None:
+        effect = _product("cd,ce->de", written, news)
+        if not decay_masked:
+            effect = effect + (local.kept - _base(decay_masked, chunks, local)) * states
+        d_chunks = dataclasses.replace(d_chunks, write_mask=jnp.sum(d_ends * effect, axis=(-2, -1)))
+    if chunks.log_decay is not None:
+        pairs = jnp.where(strict, d_scores * local.scores, 0) + d_erase * local.erase
+        left = jnp.sum(written * d_written, axis=-1)[..., :-1]
+        d_sum = (
+            jnp.sum(reading * d_reading, axis=-1)
+            + jnp.sum(pairs, axis=-1)
+            - jnp.sum(pairs, axis=-2)
+            + (beta * started)[..., 0]
+        )
+        d_sum = d_sum.at[..., :-1].add(-left)
+        decayed = d_ends if decay_masked else masked
+        last = jnp.sum(left, axis=-1) + local.kept[..., 0, 0] * jnp.sum(states * decayed, axis=(-2, -1))
+        d_sum = d_sum.at[..., -1].add(last)
+        d_chunks = dataclasses.replace(d_chunks, log_decay=_reverse_sums(d_sum, chunks.run))
+    return d_chunks, total.W[:, 0]
+
+
+delta_chunks.defvjp(_forward, _backward)
+
+
+def _prepare(chunks: DeltaChunks) -> _Local:
+    q, k, beta = chunks.q, chunks.k, chunks.beta
+    size = q.shape[-2]
+    cumulative = None if chunks.log_decay is None else LogDecay.accumulate(chunks.log_decay, chunks.run)
+    borders = Chunks(cumulative, chunks.run, size, None)
+    decay = borders.decays(q.dtype)
+    seen = decay != 0
+    strict = seen & jnp.tri(size, k=-1, dtype=jnp.bool_)
+    keys = jnp.where(strict, _product("cd,sd->cs", k, k), 0)
+    erase = beta * keys * decay
+    scores = jnp.where(seen, _product("cd,sd->cs", q, k), 0) * decay
+    start, end, kept = borders.edges(q.dtype)
+    right = jnp.concatenate([chunks.v, start * k], axis=-1)
+    solved = _solve(erase, beta * right)
+    u, w = solved[..., : chunks.v.shape[-1]], solved[..., chunks.v.shape[-1] :]
+    return _Local(decay, keys, erase, scores, start, end, kept, u, w)
+
+
+def _base(decay_masked: bool, chunks: DeltaChunks, local: _Local) -> Array:
+    """What a chunk without its update does to the state: a factor, [..., 1, 1]."""
+    if decay_masked:
+        return local.kept
+    resets = _resets(chunks)
+    one = jnp.ones((), local.kept.dtype)
+    return one if resets is None else jnp.where(resets, 0, one)[:, :, None, None, None]
+
+
+def _committed(decay_masked: bool, chunks: DeltaChunks, local: _Local, update: DeltaSummary) -> DeltaSummary:
+    """The chunk's map with the update weighed by the write mask: b I + m ((kept - b) I + update), b without update."""
+    one = jnp.eye(chunks.k.shape[-1], dtype=chunks.k.dtype)
+    if chunks.write_mask is None:
+        return DeltaSummary(local.kept * one + update.Phi, update.W)
+    mask = chunks.write_mask[..., None, None]
+    base = _base(decay_masked, chunks, local)
+    return DeltaSummary((base + mask * (local.kept - base)) * one + mask * update.Phi, mask * update.W)
+
+
+def _resets(chunks: DeltaChunks) -> Array | None:
+    return None if chunks.run is None else chunks.run[..., -1] > 0
+
+
+def _reverse_sums(x: Array, run: Array | None) -> Array:
+    """Sums from each token to the end of its segment in the chunk, [B, N, H, C]."""
+    later = jnp.tri(x.shape[-1], dtype=x.dtype)
+    if run is None:
+        return einsum("...t,ts->...s", x, later)
+    same = run[..., :, None] == run[..., None, :]
+    return einsum("bnht,bnts->bnhs", x, jnp.where(same, later, 0))
+
+
+def _solve(erase: Array, right: Array, *, transpose: bool = False) -> Array:
+    """x with (I + A) x = right, or with its transpose; A [..., C, C] strictly lower."""
+    return jax.lax.linalg.triangular_solve(
+        erase, right, left_side=True, lower=True, transpose_a=transpose, unit_diagonal=True
+    )
+
+
+def _product(spec: str, a: Array, b: Array) -> Array:
+    """einsum over the last two axes of [B, N, H, ...]."""
+    left, rest = spec.split(",")
+    right, out = rest.split("->")
+    return einsum(f"...{left},...{right}->...{out}", a, b)
