@@ -1,5 +1,6 @@
 """Llama: rotary softmax attention with grouped heads, SwiGLU, RMSNorm, no biases."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,12 +45,15 @@ class Llama(Family):
         """One layer of softmax attention, repeated."""
         width, heads = published.get("hidden_size", int), published.get("num_attention_heads", int)
         size = published.get("head_dim", int, width // max(heads, 1))
+        base, fraction = read_rope(published)
+        if fraction != 1:
+            raise NotImplementedError(f"config.json: partial_rotary_factor = {fraction} is not of LlamaForCausalLM")
         attention = SoftmaxAttentionConfig(
             heads=heads,
             kv_heads=published.get("num_key_value_heads", int, heads),
             key_size=size,
             value_size=size,
-            rope_base=read_rope_base(published),
+            rope_base=base,
             capacity=published.get("max_position_embeddings", int),
         )
         published.require("hidden_act", "silu", "another activation in the SwiGLU", default="silu")
@@ -112,23 +116,25 @@ class Llama(Family):
         return _FREQUENCIES.fullmatch(name) is not None
 
 
-def read_rope_base(published: PublishedConfig) -> float:
-    """The base of a rotary embedding without scaling, in the form of transformers 5 or of earlier releases.
+def read_rope(published: PublishedConfig, default_fraction: float = 1.0) -> tuple[float, float]:
+    """Base and rotated share of a rotary embedding without scaling, in the form of transformers 5 or of earlier ones.
 
     Raises:
         NotImplementedError: if the frequencies are scaled or turned another way.
     """
     base = published.get("rope_theta", float, 10000.0)
+    fraction = published.get("partial_rotary_factor", float, default_fraction)
     published.require("rope_scaling", None, "scaled rotary frequencies")
     published.require("rope_interleaved", False, "rotation of neighbouring channels", default=False)
     rope = dict(published.get("rope_parameters", dict, {}))
     kind, base = rope.pop("rope_type", "default"), rope.pop("rope_theta", base)
+    fraction = rope.pop("partial_rotary_factor", fraction)
     if kind != "default" or rope:
         raise NotImplementedError(
             f"config.json: rope_parameters = {published.get('rope_parameters', dict)!r} needs scaled rotary "
             "frequencies, which the decoder has not"
         )
-    return float(base)
+    return float(base), float(fraction)
 
 
 def check_llama(config: DecoderConfig) -> SoftmaxAttentionConfig:
@@ -142,16 +148,18 @@ def check_llama(config: DecoderConfig) -> SoftmaxAttentionConfig:
         raise NotImplementedError(f"layers: LlamaForCausalLM has softmax attention only, this model {first.name}")
     if other := [i for i, layer in enumerate(config.layers) if layer != first]:
         raise NotImplementedError(f"layers: LlamaForCausalLM has equal layers, here {other} differ from the first")
+    if not config.hidden:
+        raise NotImplementedError("hidden: LlamaForCausalLM has a SwiGLU in every layer, this model has none")
     key_size, value_size = first.head_sizes(config.d_model)
-    wanted = {
-        "rope": (first.rope, True),
-        "conv_width": (first.conv_width, 0),
-        "output_norm": (first.output_norm, False),
-        "gate": (first.gate, False),
-        "qk_norm": (first.qk_norm, None),
-        "scale": (first.scale, None if first.scale is None else key_size**-0.5),
-        "value_size": (value_size, key_size),
-    }
-    if wrong := [f"{name} = {has!r}" for name, (has, llama) in wanted.items() if has != llama]:
+    # What may differ from the attention of Llama without changing what it computes, or has a key in config.json.
+    free = ("heads", "kv_heads", "key_size", "value_size", "rope_base", "capacity", "norm_eps", "implementation")
+    if first.scale == key_size**-0.5:
+        free += ("scale",)
+    llama = SoftmaxAttentionConfig(**{name: getattr(first, name) for name in free})
+    names = [field.name for field in dataclasses.fields(first)]
+    wrong = [f"{name} = {getattr(first, name)!r}" for name in names if getattr(first, name) != getattr(llama, name)]
+    if value_size != key_size:
+        wrong.append(f"values of size {value_size} and keys of size {key_size}")
+    if wrong:
         raise NotImplementedError(f"layers: LlamaForCausalLM has no attention with {', '.join(wrong)}")
     return first
