@@ -24,6 +24,9 @@ FORMS: dict[np.dtype, float] = {
 MODAL_FLOAT32 = 3e-5
 """float32 recurrences of complex modes against float64: slow modes keep the rounding of some thousand rotations."""
 
+STORED_MODELS = 1e-5
+"""float32 layers and small models against float64 runs of other code: a float32 run of that code differs by 2e-6."""
+
 STRONG_DECAY_FLOOR = 1e-2
 """Smallest RMS that errors under strong decay are relative to. What decays to nothing (G = S C - F, the gradient of
 log_decay) is then the difference of numbers of size one and keeps their rounding: 2e-7 in float32, 1e-12 in float64."""

@@ -21,7 +21,7 @@ class DecoderConfig:
         vocab_size: number of token ids V.
         d_model: width d.
         layers: one mixer configuration per layer; a hybrid is a tuple of different ones.
-        hidden: hidden size of every SwiGLU.
+        hidden: hidden size of every SwiGLU; 0 for blocks of a mixer alone, as in Mamba-2.
         tie_embeddings: the output map is the transpose of the embedding.
         dtype: compute dtype: "bfloat16", "float32" or "float64" (or anything that `jnp.dtype` reads as one of them).
         param_dtype: dtype of the parameters, likewise; gate parameters are float32 or better.
@@ -44,8 +44,9 @@ class DecoderConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "hidden"):
+        for name in ("vocab_size", "d_model"):
             check_count(name, getattr(self, name))
+        check_count("hidden", self.hidden, 0)
         if not isinstance(self.layers, tuple | list) or not self.layers:
             fail("layers", "at least one mixer configuration in a tuple", repr(self.layers))
         object.__setattr__(self, "layers", tuple(self.layers))

@@ -38,7 +38,7 @@ class DecoderState:
 
 
 class Block(nnx.Module):
-    """x + mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))."""
+    """x + mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)) unless its hidden size is 0."""
 
     def __init__(self, mixer: MixerConfig, config: DecoderConfig, *, rngs: nnx.Rngs):
         dtypes: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
@@ -49,8 +49,8 @@ class Block(nnx.Module):
         norm = {"eps": config.norm_eps, "axis": "embed", **dtypes}
         self.mixer_norm = RMSNorm(config.d_model, **norm)
         self.mixer = mixer.build(config.d_model, rngs=rngs, **init, **dtypes)
-        self.mlp_norm = RMSNorm(config.d_model, **norm)
-        self.mlp = SwiGLU(config.d_model, config.hidden, rngs=rngs, **init, **dtypes)
+        self.mlp_norm = RMSNorm(config.d_model, **norm) if config.hidden else None
+        self.mlp = SwiGLU(config.d_model, config.hidden, rngs=rngs, **init, **dtypes) if config.hidden else None
 
     def __call__(
         self, x: Array, segment_ids: Array | None, positions: Array | None, state: LayerState | None
@@ -58,6 +58,8 @@ class Block(nnx.Module):
         """Maps x [B, T, d]; see `MixerLayer` for the arguments."""
         y, state = self.mixer(self.mixer_norm(x), segment_ids=segment_ids, positions=positions, state=state)
         x = x + y
+        if self.mlp_norm is None or self.mlp is None:
+            return x, state
         return x + self.mlp(self.mlp_norm(x)), state
 
 

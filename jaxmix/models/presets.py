@@ -1,11 +1,17 @@
 """Named model configurations."""
 
+import dataclasses
+from typing import Any
+
 from jaxmix.arrays import fail
 from jaxmix.models.config import DecoderConfig
 from jaxmix.nn import (
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
     HLAConfig,
     InterdomainAttentionConfig,
     LinearAttentionConfig,
+    Mamba2Config,
     MixerConfig,
     S4DConfig,
     SoftmaxAttentionConfig,
@@ -20,7 +26,10 @@ def _mixers(heads: int, capacity: int) -> dict[str, MixerConfig]:
         "hla2": HLAConfig(heads=heads, order=2),
         "ahla": HLAConfig(heads=heads, order="asymmetric"),
         "hla3": HLAConfig(heads=heads, order=3),
+        "deltanet": DeltaNetConfig(heads=heads),
+        "gdn": GatedDeltaNetConfig(heads=heads),
         "interdomain": InterdomainAttentionConfig(heads=heads),
+        "mamba2": Mamba2Config(heads=heads, key_size=32),
         "linear": LinearAttentionConfig(heads=heads),
         "s4d": S4DConfig(heads=heads),
         "softmax": SoftmaxAttentionConfig(heads=heads, capacity=capacity),
@@ -53,6 +62,31 @@ def _scaled(scale: str, mixer: MixerConfig) -> DecoderConfig:
     )
 
 
+# Width, layers, heads of Gated DeltaNet with their key and value sizes, heads of softmax attention, and SwiGLU size of
+# the models of arXiv 2602.03681; Mamba-2 has no SwiGLU and as many blocks of twice the width as arXiv 2405.21060.
+_PEERS = {"380m": (1024, 21, 6, 128, 256, 16, 2816), "800m": (1536, 21, 6, 192, 384, 24, 4096)}
+
+
+def _peers(scale: str) -> dict[str, DecoderConfig]:
+    """Gated DeltaNet, its hybrids with softmax attention in every fourth layer, the Transformer and Mamba-2."""
+    width, layers, heads, keys, values, softmax_heads, hidden = _PEERS[scale]
+    delta = GatedDeltaNetConfig(heads=heads, key_size=keys, value_size=values)
+    softmax = SoftmaxAttentionConfig(heads=softmax_heads, capacity=4096)
+    shared: dict[str, Any] = {"vocab_size": 32000, "d_model": width, "dtype": "bfloat16", "remat": "full"}
+
+    def hybrid(attention: MixerConfig) -> DecoderConfig:
+        mixers = tuple(attention if i % 4 == 3 else delta for i in range(layers))
+        return DecoderConfig(layers=mixers, hidden=hidden, **shared)
+
+    return {
+        f"gdn-{scale}": DecoderConfig(layers=(delta,) * layers, hidden=hidden, **shared),
+        f"gdn-hybrid-{scale}": hybrid(softmax),
+        f"gdn-hybrid-no-rope-{scale}": hybrid(dataclasses.replace(softmax, rope=False)),
+        f"transformer-{scale}": DecoderConfig(layers=(softmax,) * (layers + 3), hidden=hidden, **shared),
+        f"mamba2-{scale}": DecoderConfig(layers=(Mamba2Config(heads=width // 32),) * 48, hidden=0, **shared),
+    }
+
+
 def _ablations(heads: int) -> dict[str, MixerConfig]:
     """The ablations of arXiv 2605.24330 beside interdomain, s4d and softmax."""
     return {
@@ -73,6 +107,8 @@ def _presets() -> dict[str, DecoderConfig]:
     for scale in ("350m", "760m", "1.3b"):
         mixers = _mixers(heads=_SCALES[scale][2], capacity=4096)
         presets |= {f"{name}-{scale}": _scaled(scale, mixers[name]) for name in ("interdomain", "s4d", "softmax")}
+    for scale in _PEERS:
+        presets |= _peers(scale)
     return presets
 
 

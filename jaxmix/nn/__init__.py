@@ -4,11 +4,13 @@ from jaxmix.mixers.s4d import s4d_poles
 from jaxmix.nn.base import TokenMixer
 from jaxmix.nn.config import MixerConfig
 from jaxmix.nn.convolution import ShortConvolution, short_convolution
-from jaxmix.nn.decay import DataDecay, HeadDecay
+from jaxmix.nn.decay import DataDecay, HeadDecay, StepSize
+from jaxmix.nn.delta import DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig
 from jaxmix.nn.hla import HLA, HLAConfig
 from jaxmix.nn.interdomain_attention import InterdomainAttention, InterdomainAttentionConfig
 from jaxmix.nn.layer import LayerState, MixerLayer
 from jaxmix.nn.linear_attention import LinearAttention, LinearAttentionConfig
+from jaxmix.nn.mamba2 import Mamba2, Mamba2Config
 from jaxmix.nn.mlp import SwiGLU
 from jaxmix.nn.norms import RMSNorm, l2_normalize
 from jaxmix.nn.parameters import parameter_label
@@ -22,6 +24,10 @@ __all__ = [
     "MIXER_CONFIGS",
     "S4D",
     "DataDecay",
+    "DeltaNet",
+    "DeltaNetConfig",
+    "GatedDeltaNet",
+    "GatedDeltaNetConfig",
     "HLAConfig",
     "HeadDecay",
     "InterdomainAttention",
@@ -29,6 +35,8 @@ __all__ = [
     "LayerState",
     "LinearAttention",
     "LinearAttentionConfig",
+    "Mamba2",
+    "Mamba2Config",
     "MixerConfig",
     "MixerLayer",
     "RMSNorm",
@@ -36,6 +44,7 @@ __all__ = [
     "ShortConvolution",
     "SoftmaxAttention",
     "SoftmaxAttentionConfig",
+    "StepSize",
     "SwiGLU",
     "TokenMixer",
     "l2_normalize",

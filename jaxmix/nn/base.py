@@ -1,6 +1,6 @@
 """What the layers of queries, keys and values share: projections, short convolutions, normalisation, positions."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ class TokenMixer(MixerLayer):
     See `MixerLayer` for the arguments; a subclass sets `config_class` and defines `mix` and `init_mixer`.
     """
 
+    convolution_bias: ClassVar[bool] = False
+
     def __init__(
         self,
         d_model: int,
@@ -39,15 +41,14 @@ class TokenMixer(MixerLayer):
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         super().__init__(d_model, config, init_std=init_std, **shared, **arguments)
         config, shared["dtype"] = self.config, self.dtype
-        queries, keys = config.heads * self.key_size, config.groups * self.key_size
-        values = config.groups * self.value_size
+        sizes = (self.key_size, self.key_size, self.value_size)
+        channels = [heads * size for heads, size in zip(config.stream_heads, sizes, strict=True)]
         inward = {"std": init_std, "axes": ("embed", "heads"), **shared}
-        self.query = projection(d_model, queries, **inward)
-        self.key = projection(d_model, keys, **inward)
-        self.value = projection(d_model, values, **inward)
+        self.query, self.key, self.value = (projection(d_model, size, **inward) for size in channels)
+        convolution = {"param_dtype": param_dtype, "axis": "heads", "bias": self.convolution_bias}
         self.convolutions = nnx.List(
-            ShortConvolution(size, config.conv_width, rngs=rngs, param_dtype=param_dtype, axis="heads")
-            for size in (queries, keys, values)
+            ShortConvolution(size, config.conv_width, rngs=rngs, **convolution)
+            for size in channels
             if config.conv_width
         )
         norm = {"eps": config.norm_eps, "dtype": self.dtype, "param_dtype": param_dtype}
@@ -62,7 +63,11 @@ class TokenMixer(MixerLayer):
         if self.convolutions:
             kernels = [convolution.kernel[...] for convolution in self.convolutions]
             convolved = convolve_streams(streams, kernels, tails, segments)
-            streams, tails = [jax.nn.silu(y) for y, _ in convolved], tuple(tail for _, tail in convolved)
+            tails = tuple(tail for _, tail in convolved)
+            streams = [
+                jax.nn.silu(convolution.shift(y))
+                for convolution, (y, _) in zip(self.convolutions, convolved, strict=True)
+            ]
         q, k, v = (
             y.reshape(*y.shape[:2], -1, size)
             for y, size in zip(streams, (self.key_size, self.key_size, self.value_size), strict=True)
@@ -76,4 +81,8 @@ class TokenMixer(MixerLayer):
             x = norm(x) * self.key_size**-0.5
         elif self.config.qk_norm == "l2":
             x = l2_normalize(x, self.config.norm_eps)
-        return rotate(x, positions, self.config.rope_base) if self.config.rope else x
+        if not self.config.rope:
+            return x
+        rotated = self.config.rotated_size(self.key_size)
+        turned = rotate(x[..., :rotated], positions, self.config.rope_base)
+        return turned if rotated == self.key_size else jnp.concatenate([turned, x[..., rotated:]], axis=-1)

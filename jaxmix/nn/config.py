@@ -28,6 +28,7 @@ class MixerConfig:
         conv_width: width of a short causal convolution over the mixer's inputs; 0 for none.
         output_norm: RMSNorm over every head's output, with one learned scale [E] for all heads.
         gate: multiply the heads' outputs by SiLU(x Wg).
+        gate_activation: "sigmoid" for sigmoid(x Wg) instead.
         norm_eps: eps of all norms of the layer.
         implementation: form of the mixer: None, "serial", "scan" or "pallas"; S4D also has "fft".
     """
@@ -46,6 +47,7 @@ class MixerConfig:
     conv_width: int = 0
     output_norm: bool = False
     gate: bool = False
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
     norm_eps: float = 1e-6
     implementation: Literal["serial", "scan", "fft", "pallas"] | None = None
 
@@ -59,6 +61,7 @@ class MixerConfig:
         check_choice("implementation", self.implementation, (None, *self.implementations))
         for name in ("rope", "output_norm", "gate"):
             check_flag(name, getattr(self, name))
+        check_choice("gate_activation", self.gate_activation, ("silu", "sigmoid"))
         check_positive("rope_base", self.rope_base)
         check_positive("norm_eps", self.norm_eps)
         check_count("conv_width", self.conv_width, 0)
@@ -74,6 +77,11 @@ class MixerConfig:
     def groups(self) -> int:
         """The number of key/value heads G."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def stream_heads(self) -> tuple[int, int, int]:
+        """The number of heads that queries, keys and values are projected to."""
+        return self.heads, self.groups, self.groups
 
     def head_sizes(self, d_model: int) -> tuple[int, int]:
         """Key size D and value size E in a model of width `d_model`.
@@ -138,16 +146,70 @@ class QueryKeyConfig(MixerConfig):
         qk_norm: "l2" makes every query and key a unit vector; "rms" makes it one of unit root mean square with a
             learned scale per channel, times D^-1/2, so that it starts as "l2"; None leaves them.
         scale: factor on q.k; None takes the mixer's default.
+        rope_fraction: share of the channels of a query or key that `rope` rotates, the first ones.
     """
 
     qk_norm: Literal["l2", "rms"] | None = None
     scale: float | None = None
+    rope_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("qk_norm", self.qk_norm, (None, "l2", "rms"))
         if self.scale is not None:
             check_positive("scale", self.scale)
+        check_positive("rope_fraction", self.rope_fraction)
+        if self.rope_fraction > 1:
+            fail("rope_fraction", "at most 1", self.rope_fraction)
+
+    def rotated_size(self, key_size: int) -> int:
+        """Channels of a query or key that are rotated.
+
+        Raises:
+            ValueError: if `rope_fraction` makes them other than an even number of at least 2.
+        """
+        rotated = key_size * self.rope_fraction
+        if rotated < 2 or rotated % 2:
+            fail("rope_fraction", f"a share of key_size={key_size} that is an even number", self.rope_fraction)
+        return int(rotated)
+
+    def head_sizes(self, d_model: int) -> tuple[int, int]:
+        """See `MixerConfig`; what is rotated must be an even number of channels."""
+        sizes = super().head_sizes(d_model)
+        if self.rope:
+            self.rotated_size(sizes[0])
+        return sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueHeadConfig(QueryKeyConfig):
+    """Options of the layers with a state per value head, which queries and keys may have fewer heads than.
+
+    `heads` counts value heads H; `kv_heads` is not used.
+
+    Attributes:
+        key_heads: heads of queries and keys, a divisor of `heads`; `heads` by default.
+        chunk_size: tokens per chunk of the scan form.
+    """
+
+    key_heads: int | None = None
+    chunk_size: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_heads is not None:
+            fail("kv_heads", "None (key_heads says how many heads queries and keys have)", self.kv_heads)
+        if self.key_heads is not None:
+            check_count("key_heads", self.key_heads)
+            if self.heads % self.key_heads:
+                fail("key_heads", f"a divisor of heads={self.heads}", self.key_heads)
+        check_count("chunk_size", self.chunk_size)
+
+    @property
+    def stream_heads(self) -> tuple[int, int, int]:
+        """Fewer queries and keys than values."""
+        keys = self.heads if self.key_heads is None else self.key_heads
+        return keys, keys, self.heads
 
 
 def known_fields(cls: type, fields: dict[str, Any]) -> dict[str, Any]:

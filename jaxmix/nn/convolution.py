@@ -164,7 +164,11 @@ class ShortConvolution(nnx.Module):
     ) -> tuple[Array, Array]:
         """See `short_convolution`; `state` is its `initial_state`."""
         y, state = short_convolution(x, self.kernel[...], segment_ids=segment_ids, initial_state=state)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype), state
+        return self.shift(y), state
+
+    def shift(self, y: Array) -> Array:
+        """y [B, T, C] with the bias added, if there is one."""
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
     def init_state(self, batch_size: int, dtype: Dtype = jnp.float32) -> Array:
         """The state of streams that have seen nothing, [B, W-1, C]."""

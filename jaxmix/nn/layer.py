@@ -82,12 +82,16 @@ class MixerLayer(nnx.Module):
         out_init_std = init_std if out_init_std is None else out_init_std
         self.out = projection(outputs, d_model, std=out_init_std, axes=("heads", "embed"), **shared)
         norm = {"eps": config.norm_eps, "dtype": self.dtype, "param_dtype": param_dtype}
-        self.out_norm = RMSNorm(self.output_size, **norm) if config.output_norm else None
+        self.out_norm = self.make_norm(norm) if config.output_norm else None
 
     @property
     def output_size(self) -> int:
         """Channels that the mixer gives per head."""
         return self.value_size
+
+    def make_norm(self, options: dict[str, Any]) -> Any:
+        """The norm of the heads' outputs."""
+        return RMSNorm(self.output_size, **options)
 
     def _checked_config(self, config: Any, options: dict[str, Any]) -> Any:
         if config is None:
@@ -164,15 +168,19 @@ class MixerLayer(nnx.Module):
         positions, position = _find_positions(segments, positions, before.position, length)
         streams, tails = self.project(x, segments, before.convolutions, positions)
         out, mixer = self.mix(streams, x, segment_ids, None if state is None else state.mixer)
-        return self._finish(out, x), LayerState(mixer, tails, position)
+        return self.finish(out, x), LayerState(mixer, tails, position)
 
-    def _finish(self, out: Array, x: Array) -> Array:
+    def gates(self, x: Array) -> Array:
+        """What a gate's projection becomes."""
+        return jax.nn.sigmoid(x) if self.config.gate_activation == "sigmoid" else jax.nn.silu(x)
+
+    def finish(self, out: Array, x: Array) -> Array:
         """Normalises and gates the heads' outputs [B, T, H, E] and maps them to the model's width."""
         if self.out_norm is not None:
             out = self.out_norm(out)
         out = out.reshape(*out.shape[:2], -1)
         if self.gate is not None:
-            out = out * jax.nn.silu(self.gate(x))
+            out = out * self.gates(self.gate(x))
         return self.out(out)
 
 

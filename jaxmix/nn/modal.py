@@ -161,7 +161,7 @@ class ModalLayer(MixerLayer):
             convolved = convolve_streams(streams, kernels, tails, segments)
             tails = tuple(tail for _, tail in convolved)
             for name, convolution, (y, _) in zip(self.convolved, self.convolutions, convolved, strict=True):
-                flat[name] = y + convolution.bias[...].astype(y.dtype)
+                flat[name] = convolution.shift(y)
         config = self.config
         features = {"query"} | ({"key"} if config.streams == "keys and values" else set())
         heads = {}

@@ -4,18 +4,23 @@ from typing import Any
 
 from jaxmix.arrays import fail
 from jaxmix.nn.config import MixerConfig
+from jaxmix.nn.delta import DeltaNetConfig, GatedDeltaNetConfig
 from jaxmix.nn.hla import HLAConfig
 from jaxmix.nn.interdomain_attention import InterdomainAttentionConfig
 from jaxmix.nn.linear_attention import LinearAttentionConfig
+from jaxmix.nn.mamba2 import Mamba2Config
 from jaxmix.nn.s4d import S4DConfig
 from jaxmix.nn.softmax_attention import SoftmaxAttentionConfig
 
 MIXER_CONFIGS: dict[str, type[MixerConfig]] = {
     config.name: config
     for config in (
+        DeltaNetConfig,
+        GatedDeltaNetConfig,
         HLAConfig,
         InterdomainAttentionConfig,
         LinearAttentionConfig,
+        Mamba2Config,
         S4DConfig,
         SoftmaxAttentionConfig,
     )

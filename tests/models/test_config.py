@@ -69,6 +69,33 @@ def test_presets_have_the_published_numbers_of_parameters():
     assert parameter_count(get_preset("s4d-rope-125m")) == totals["s4d"][0]
 
 
+def test_peers_have_the_numbers_of_parameters_that_their_shapes_give():
+    """Counted by hand; those of Gated DeltaNet are within 0.1 % of the 380M and 793M of arXiv 2602.03681."""
+    for scale, width, heads, keys, values, hidden in (
+        ("380m", 1024, 6, 128, 256, 2816),
+        ("800m", 1536, 6, 192, 384, 4096),
+    ):
+        embeddings = 2 * 32000 * width + width
+        swiglu, norms = 3 * width * hidden, 2 * width
+        queries, channels = heads * keys, heads * values
+        # Projections of q, k, v, gate and output; convolutions; beta and decay; A_log and dt_bias; output norm.
+        delta = width * (2 * queries + 3 * channels) + 4 * (2 * queries + channels) + 2 * width * heads + 2 * heads
+        delta += values
+        assert parameter_count(get_preset(f"gdn-{scale}")) == embeddings + 21 * (delta + swiglu + norms)
+        softmax = 4 * width**2
+        hybrid = embeddings + 16 * delta + 5 * softmax + 21 * (swiglu + norms)
+        for name in ("gdn-hybrid", "gdn-hybrid-no-rope"):
+            assert parameter_count(get_preset(f"{name}-{scale}")) == hybrid
+        assert parameter_count(get_preset(f"transformer-{scale}")) == embeddings + 24 * (softmax + swiglu + norms)
+        inner, state, mamba_heads = 2 * width, 128, 2 * width // 64
+        mamba = width * (3 * inner + 2 * state + mamba_heads) + 5 * (inner + 2 * state) + 3 * mamba_heads + inner
+        assert parameter_count(get_preset(f"mamba2-{scale}")) == embeddings + 48 * (mamba + width)
+    assert parameter_count(get_preset("gdn-380m")) == 379888124
+    assert parameter_count(get_preset("gdn-800m")) == 792785532
+    assert parameter_count(get_preset("mamba2-380m")) == 382387712
+    assert parameter_count(get_preset("transformer-380m")) == 373867520
+
+
 def test_operations_are_counted_by_hand():
     softmax, interdomain = get_preset("softmax-125m"), get_preset("interdomain-125m")
     matrices = 134105856 - 32000 * 768

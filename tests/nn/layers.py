@@ -9,9 +9,12 @@ import numpy as np
 from flax import nnx
 
 from jaxmix.nn import (
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
     HLAConfig,
     InterdomainAttentionConfig,
     LinearAttentionConfig,
+    Mamba2Config,
     MixerConfig,
     S4DConfig,
     SoftmaxAttentionConfig,
@@ -38,6 +41,11 @@ LAYERS: dict[str, MixerConfig] = {
     "s4d, keys and values": S4DConfig(
         heads=2, modes=3, streams="keys and values", rope=True, value_size=6, output_norm=True, chunk_size=4
     ),
+    "delta net": DeltaNetConfig(heads=2, rope=True, gate=True, chunk_size=4),
+    "gated delta net": GatedDeltaNetConfig(
+        heads=4, key_heads=2, key_size=4, value_size=6, negative_eigenvalues=True, chunk_size=4
+    ),
+    "mamba2": Mamba2Config(heads=4, key_heads=2, key_size=5, chunk_size=4),
     "softmax attention": SoftmaxAttentionConfig(heads=4, kv_heads=2, capacity=16),
     "softmax attention, every option": SoftmaxAttentionConfig(
         heads=2, capacity=16, qk_norm="l2", conv_width=3, output_norm=True, gate=True, value_size=6

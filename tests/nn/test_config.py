@@ -13,10 +13,13 @@ from flax import nnx
 from jaxmix.nn import (
     HLA,
     MIXER_CONFIGS,
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
     HLAConfig,
     InterdomainAttentionConfig,
     LinearAttention,
     LinearAttentionConfig,
+    Mamba2Config,
     S4DConfig,
     SoftmaxAttention,
     SoftmaxAttentionConfig,
@@ -43,9 +46,12 @@ def test_a_config_comes_back_from_json(name):
 def test_the_registry_knows_every_config_by_its_name():
     assert {name: config.name for name, config in MIXER_CONFIGS.items()} == {name: name for name in MIXER_CONFIGS}
     assert set(MIXER_CONFIGS.values()) == {
+        DeltaNetConfig,
+        GatedDeltaNetConfig,
         HLAConfig,
         InterdomainAttentionConfig,
         LinearAttentionConfig,
+        Mamba2Config,
         S4DConfig,
         SoftmaxAttentionConfig,
     }
@@ -56,7 +62,7 @@ def test_the_registry_knows_every_config_by_its_name():
     [
         (
             {"heads": 2},
-            r"mixer: expected one of hla, interdomain_attention, linear_attention, s4d, softmax_attention, got None",
+            r"mixer: expected one of delta_net, .*, hla, .*, softmax_attention, got None",
         ),
         ({"mixer": "lstm"}, r"mixer: expected one of .*, got 'lstm'"),
         ({"mixer": "hla"}, r"HLAConfig fields: expected also heads"),

@@ -153,7 +153,7 @@ def test_a_reset_stream_starts_anew_and_the_others_go_on(name):
 def test_in_bfloat16_states_and_gates_stay_float32(name):
     layer = LAYERS[name].build(WIDTH, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     for path, parameter in nnx.to_flat_state(nnx.state(layer)):
-        wide = not {"decay", "ssm", "readout"}.isdisjoint(path)
+        wide = not {"beta", "decay", "direct", "ssm", "readout"}.isdisjoint(path)
         assert parameter.dtype == (jnp.float32 if wide else jnp.bfloat16), path
     state = jax.eval_shape(lambda: layer.init_state(BATCH))
     caches = (".mixer.k", ".mixer.v") if name.startswith("softmax") else ()

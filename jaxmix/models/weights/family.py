@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from jaxmix.arrays import fail
 from jaxmix.models.config import DecoderConfig
 from jaxmix.models.weights.names import Entry
+from jaxmix.nn import MixerConfig
 
 NEUTRAL = frozenset(
     {
@@ -82,7 +83,7 @@ class PublishedConfig:
 
         Args:
             key: its name.
-            kind: bool, int, float (which takes an int too), str or dict.
+            kind: bool, int, float (which takes an int too), str, list or dict.
             default: what stands for a key that is missing or null; without it, such a key is refused.
 
         Raises:
@@ -130,3 +131,31 @@ class PublishedConfig:
         if unknown := sorted(key for key, value in self._fields.items() if key not in self._read and value is not None):
             known = ", ".join(f"{key} = {self._fields[key]!r}" for key in unknown)
             raise NotImplementedError(f"config.json: the import does not know what {known} changes in the model")
+
+
+def check_equal_layers[Config: MixerConfig](architecture: str, config: DecoderConfig, kind: type[Config]) -> Config:
+    """The configuration of all layers, which must be one and of one kind.
+
+    Raises:
+        NotImplementedError: says which layers differ.
+    """
+    first = config.layers[0]
+    if not isinstance(first, kind):
+        raise NotImplementedError(f"layers: {architecture} has {kind.name} only, this model {first.name}")
+    if other := [i for i, layer in enumerate(config.layers) if layer != first]:
+        raise NotImplementedError(f"layers: {architecture} has equal layers, here {other} differ from the first")
+    return first
+
+
+def check_options(architecture: str, options: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse a model with options that an architecture has not.
+
+    Args:
+        architecture: its name.
+        options: by name, what the model has and what the architecture has.
+
+    Raises:
+        NotImplementedError: names those that differ.
+    """
+    if wrong := [f"{name} = {has!r}" for name, (has, theirs) in options.items() if has != theirs]:
+        raise NotImplementedError(f"layers: {architecture} has no layers with {', '.join(wrong)}")

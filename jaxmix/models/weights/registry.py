@@ -6,8 +6,10 @@ from jaxmix.arrays import fail
 from jaxmix.models.config import DecoderConfig
 from jaxmix.models.weights.family import Family
 from jaxmix.models.weights.llama import Llama
+from jaxmix.models.weights.mamba2 import Mamba2
+from jaxmix.models.weights.qwen3_next import Qwen3Next
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (Llama(),)}
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (Llama(), Mamba2(), Qwen3Next())}
 
 
 def family_of_published(fields: dict[str, Any]) -> Family:
