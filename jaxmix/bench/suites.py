@@ -14,18 +14,40 @@ from jaxmix.bench.timing import Timing, measure
 from jaxmix.mixers import (
     SoftmaxAttentionState,
     ahla,
+    gated_delta_rule,
     hla2,
     hla3,
     interdomain_attention,
     linear_attention,
     s4d,
     softmax_attention,
+    ssd,
 )
 from jaxmix.mixers.s4d import s4d_poles
 
 MODES = 64
 """Complex modes of the mixers that have them."""
-FIXED_STATE = {"linear_attention": linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
+
+
+def half_delta_rule(q: Array, k: Array, v: Array, log_decay: Array, **options: Any) -> tuple[Array, Any]:
+    """`gated_delta_rule` with write strengths of one half."""
+    return gated_delta_rule(q, k, v, log_decay, jnp.full(log_decay.shape, 0.5), **options)
+
+
+def single_group_ssd(q: Array, k: Array, v: Array, log_decay: Array, **options: Any) -> tuple[Array, Any]:
+    """`ssd` with rates of one and the B and C of the first head for all."""
+    rates = -jnp.ones(v.shape[2])
+    return ssd(v, -log_decay, rates, k[:, :, :1], q[:, :, :1], **options)
+
+
+FIXED_STATE: dict[str, Callable[..., tuple[Array, Any]]] = {
+    "linear_attention": linear_attention,
+    "ssd": single_group_ssd,
+    "gated_delta_rule": half_delta_rule,
+    "hla2": hla2,
+    "ahla": ahla,
+    "hla3": hla3,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,17 +151,21 @@ def _modes(options: BenchOptions) -> Iterator[Row]:
 
 def _forms(options: BenchOptions) -> Iterator[Row]:
     arrays = draw(options, options.length)
-    cases = {
-        f"hla2 scan, chunks of {options.chunk_size}": {"implementation": "scan", "chunk_size": options.chunk_size},
-        "hla2 scan over tokens": {"implementation": "scan", "chunk_size": 1},
-        "hla2 serial": {"implementation": "serial"},
+    forms = {
+        f"scan, chunks of {options.chunk_size}": {"implementation": "scan", "chunk_size": options.chunk_size},
+        "scan over tokens": {"implementation": "scan", "chunk_size": 1},
+        "serial": {"implementation": "serial"},
     }
-    compiled = {name: (forward(hla2, **keywords), arrays) for name, keywords in cases.items()}
-    timings = measure(compiled, repeats=-(-options.repeats // 3))
-    base = next(iter(timings.values())).median
-    for name, timing in timings.items():
-        values = {**_milliseconds(timing), "times the chunked scan": timing.median / base}
-        yield Row("forms", f"{name}, forward", _shape(options, options.length), values)
+    for mixer in ("hla2", "gated_delta_rule"):
+        for pass_name, build in (("forward", forward), ("forward+backward", forward_backward)):
+            # The gradient of a scan over tokens keeps a matrix for every token and level.
+            kept = {n: f for n, f in forms.items() if pass_name == "forward" or n != "scan over tokens"}
+            compiled = {n: (build(FIXED_STATE[mixer], **keywords), arrays) for n, keywords in kept.items()}
+            timings = measure(compiled, repeats=-(-options.repeats // 3))
+            base = next(iter(timings.values())).median
+            for name, timing in timings.items():
+                values = {**_milliseconds(timing), "times the chunked scan": timing.median / base}
+                yield Row("forms", f"{mixer} {name}, {pass_name}", _shape(options, options.length), values)
 
 
 def _length(options: BenchOptions) -> Iterator[Row]:
@@ -211,4 +237,4 @@ SUITES: dict[str, Callable[[BenchOptions], Iterator[Row]]] = {
     "decode": _decode,
     "memory": _memory,
 }
-"""Mixers side by side; those with complex modes; forms of hla2; growth with T; one decoded token; compiled memory."""
+"""Mixers side by side; those with complex modes; forms of one mixer; growth with T; one decoded token; compiled memory."""
