@@ -237,4 +237,4 @@ SUITES: dict[str, Callable[[BenchOptions], Iterator[Row]]] = {
     "decode": _decode,
     "memory": _memory,
 }
-"""Mixers side by side; those with complex modes; forms of one mixer; growth with T; one decoded token; compiled memory."""
+"""Mixers side by side; complex modes; forms of one mixer; growth with T; one decoded token; compiled memory."""

@@ -150,15 +150,22 @@ def paper_layer(step, real, tokens=512):
     return {name: np.asarray(x, np.float32) for name, x in arrays.items()}
 
 
-@pytest.mark.parametrize("step", [1e-3, 1e-1, 0.5])
-@pytest.mark.parametrize("chunk_size", [16, 256])
-def test_float64_scan_at_the_steps_of_training(step, chunk_size):
-    arrays = paper_layer(step, 0.5)
+@pytest.mark.parametrize(
+    ("step", "real", "chunk_size"), [(1e-3, 0.5, 16), (1e-1, 0.5, 256), (0.5, 0.5, 64), (1e-2, 20.0, 64)]
+)
+def test_float64_scan_of_4096_tokens_with_every_gradient(step, real, chunk_size):
+    arrays = paper_layer(step, real, 4096)
     with precision():
         arrays = {name: jnp.asarray(x, jnp.float64) for name, x in arrays.items()}
-        expected = interdomain_attention(**arrays, implementation="serial")
-        actual = interdomain_attention(**arrays, implementation="scan", chunk_size=chunk_size)
-        assert_close(actual, jax.device_get(expected), FORMS[F64])
+        weights = jnp.cos(jnp.arange(arrays["v"].size, dtype=jnp.float64)).reshape(arrays["v"].shape)
+
+        def loss(arrays, form, chunk_size):
+            out, state = interdomain_attention(**arrays, implementation=form, chunk_size=chunk_size)
+            return jnp.sum(weights * out) + sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(state)), (out, state)
+
+        run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 2))
+        expected = jax.device_get(run(arrays, "serial", 64))
+        assert_close(run(arrays, "scan", chunk_size), expected, FORMS[F64])
 
 
 @pytest.mark.parametrize(("step", "real"), [(1e-3, 0.5), (1e-1, 0.5), (0.5, 0.5), (0.5, 1e3), (10.0, 1e4)])

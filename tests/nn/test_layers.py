@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmix.nn import LayerState, MixerLayer
+from jaxmix.nn import LayerState, MixerLayer, S4DConfig
 from jaxmix.nn.parameters import AXES
 from tests.nn.layers import (
     BATCH,
@@ -187,3 +187,12 @@ def test_every_parameter_names_the_axes_it_may_be_sharded_over(name):
         specs = nnx.get_partition_spec(nnx.state(layer))
     assert specs["key"]["kernel"].get_value() == jax.P(None, "model")
     assert specs["out"]["kernel"].get_value() == jax.P("model", None)
+
+
+def test_the_state_space_layer_equals_its_long_convolution():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 300, WIDTH)), jnp.float32)
+    outputs = []
+    for form in ("scan", "fft"):
+        layer = S4DConfig(heads=2, modes=16, implementation=form).build(WIDTH, rngs=nnx.Rngs(0), init_std=0.3)
+        outputs.append(nnx.jit(lambda layer: layer(x))(layer))
+    assert_close(outputs[1], outputs[0], 1e-5)
