@@ -1,0 +1,92 @@
+"""The models that are compared: one line each in `MIXERS` or `CONTROLS`, a mixer or a tuple of one per layer."""
+
+import dataclasses
+
+from jaxmix.models import DecoderConfig, parameter_count
+from jaxmix.nn import (
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    HLAConfig,
+    InterdomainAttentionConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MixerConfig,
+    S4DConfig,
+    SoftmaxAttentionConfig,
+)
+
+LAYERS, STEP = 4, 4
+"""Layers of every model, and what SwiGLU sizes are multiples of."""
+H = 2
+"""Heads, unless the size says otherwise."""
+
+GDN = GatedDeltaNetConfig(heads=H)
+SOFTMAX = SoftmaxAttentionConfig(heads=H)
+NO_ROPE = dataclasses.replace(SOFTMAX, rope=False)
+
+Layers = MixerConfig | tuple[MixerConfig, ...]
+MIXERS: dict[str, Layers] = {
+    "linear": LinearAttentionConfig(heads=H),
+    "deltanet": DeltaNetConfig(heads=H),
+    "gdn": GDN,
+    "mamba2": Mamba2Config(heads=H, key_size=32),
+    "hla2": HLAConfig(heads=H),
+    "ahla": HLAConfig(heads=H, order="asymmetric"),
+    "hla3": HLAConfig(heads=H, order=3),
+    "interdomain": InterdomainAttentionConfig(heads=H),
+    "s4d": S4DConfig(heads=H),
+    "softmax": SOFTMAX,
+    "gdn-hybrid": (GDN, GDN, GDN, SOFTMAX),
+    "gdn-hybrid-no-rope": (GDN, GDN, GDN, NO_ROPE),
+}
+CONTROLS: dict[str, Layers] = {
+    "softmax-conv": dataclasses.replace(SOFTMAX, conv_width=4),
+    "softmax-no-rope-conv": dataclasses.replace(NO_ROPE, conv_width=4),
+    "linear-no-decay": LinearAttentionConfig(heads=H, decay=None),
+    "linear-data": LinearAttentionConfig(heads=H, decay="data"),
+    "hla2-no-decay": HLAConfig(heads=H, decay=None),
+    "hla2-data": HLAConfig(heads=H, decay="data"),
+    "mamba2-state-128": Mamba2Config(heads=H),
+    "interdomain-gate": InterdomainAttentionConfig(heads=H, gate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """Width, heads and the number of parameters that SwiGLU sizes are chosen for."""
+
+    width: int = 64
+    heads: int = H
+    parameters: int = 260_000
+
+
+def model(name: str, size: Size, *, vocabulary: int, length: int) -> DecoderConfig:
+    """The decoder with these mixers whose number of parameters is nearest to that of `size`.
+
+    Raises:
+        ValueError: if it is not within 3 %.
+    """
+    mixers = (MIXERS | CONTROLS)[name]
+    layers = mixers if isinstance(mixers, tuple) else (mixers,) * LAYERS
+    if len(layers) != LAYERS:
+        raise ValueError(f"{name}: expected {LAYERS} layers, got {len(layers)}")
+    layers = tuple(_fitted(mixer, size.heads, length) for mixer in layers)
+
+    def sized(hidden: int) -> DecoderConfig:
+        return DecoderConfig(
+            vocab_size=vocabulary, d_model=size.width, layers=layers, hidden=hidden, tie_embeddings=True
+        )
+
+    first = parameter_count(sized(STEP))
+    per_hidden = (parameter_count(sized(2 * STEP)) - first) / STEP
+    hidden = STEP * max(1, round(1 + (size.parameters - first) / per_hidden / STEP))
+    found = parameter_count(sized(hidden))
+    if abs(found / size.parameters - 1) > 0.03:
+        raise ValueError(f"{name}: expected about {size.parameters:,} parameters, got {found:,}; see --parameters")
+    return sized(hidden)
+
+
+def _fitted(mixer: MixerConfig, heads: int, length: int) -> MixerConfig:
+    """The mixer with so many heads, and a cache of `length` slots if it has one."""
+    mixer = dataclasses.replace(mixer, heads=heads)
+    return dataclasses.replace(mixer, capacity=length) if isinstance(mixer, SoftmaxAttentionConfig) else mixer

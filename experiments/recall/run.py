@@ -1,0 +1,131 @@
+"""Multi-query associative recall (see task.py) by all mixers at equal size, tokens and recipe.
+
+    python experiments/recall/run.py [--mixers gdn softmax ...] [--seeds 0 1 2] [--rates 1e-3 3e-3 1e-2] ...
+    python experiments/recall/run.py --table DIR... --out DIR        of runs that are there, from several directories
+
+Every model has 4 layers and about the same number of parameters (SwiGLU sizes make up for what the mixers differ in),
+and the same sequences for the same seed. Every mixer is trained with every learning rate; the one reported has the best
+mean over seeds on validation sequences, the accuracies are those on other sequences. A run that is in the directory is
+kept. Writes measured.json for every run, table.md and plot.png.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from models import CONTROLS, MIXERS, Size, model
+from report import plot, table
+from task import Task
+from train import RECIPE, SSM_RATE, Budget, train
+
+from jaxmix.bench import environment
+from jaxmix.models import parameter_count, state_bytes
+
+
+def measure(name: str, chosen: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Trains what is missing of a mixer's runs."""
+    task, budget = Task(**settings["task"]), Budget(**settings["budget"])
+    decoder = model(name, Size(**settings["size"]), vocabulary=task.vocabulary, length=task.length)
+    facts = {
+        "mixer": name,
+        "settings": settings,
+        "parameters": parameter_count(decoder),
+        "state_bytes": state_bytes(decoder),
+        "hidden": decoder.hidden,
+        "environment": environment(),
+    }
+    wanted = [(rate, seed) for rate in chosen.rates for seed in chosen.seeds]
+    missing = [run for run in wanted if not _file(chosen.out, name, *run).is_file()]
+    together = chosen.together or (1 if jax.default_backend() == "cpu" else len(wanted))
+    for first in range(0, len(missing), together):
+        runs = missing[first : first + together]
+        print(name, "rate and seed", *runs, flush=True)
+        measured, seconds = train(decoder, task, budget, runs)
+        for (rate, seed), found in zip(runs, measured, strict=True):
+            file = _file(chosen.out, name, rate, seed)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            timing = {"seconds_of_all": seconds, "runs_at_once": len(runs)}
+            file.write_text(json.dumps(facts | {"rate": rate, "seed": seed} | timing | found) + "\n")
+            print(name, rate, seed, found["test"]["pairs"], flush=True)
+
+
+def read(directories: list[Path]) -> list[dict[str, Any]]:
+    """All runs in the directories, which must have been made with the same settings."""
+    files = [file for directory in directories for file in sorted(directory.glob("*/measured.json"))]
+    runs = [json.loads(file.read_text()) for file in files]
+    seen = set()
+    for file, run in zip(files, runs, strict=True):
+        if run["settings"] != runs[0]["settings"]:
+            raise SystemExit(f"{file} has other settings than {files[0]}:\n{run['settings']}\n{runs[0]['settings']}")
+        what = run["mixer"], run["rate"], run["seed"]
+        if what in seen:
+            raise SystemExit(f"{file}: {what} is in two of the directories")
+        seen.add(what)
+    return runs
+
+
+def _file(out: Path, name: str, rate: float, seed: int) -> Path:
+    return out / f"{name}-{rate:g}-{seed}" / "measured.json"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    task, budget, size = Task(), Budget(), Size()
+    parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=[*MIXERS, *CONTROLS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="peak learning rates")
+    parser.add_argument("--together", type=int, help="runs trained at once: all of a mixer, one on a CPU")
+    parser.add_argument("--steps", type=int, default=budget.steps)
+    parser.add_argument("--batch", type=int, default=budget.batch)
+    parser.add_argument("--held-out", type=int, default=budget.held_out, help="sequences of every number of pairs")
+    parser.add_argument("--pairs", type=int, nargs="+", default=list(task.pairs))
+    parser.add_argument("--length", type=int, default=task.length)
+    parser.add_argument("--vocabulary", type=int, default=task.vocabulary)
+    parser.add_argument("--gaps", default=task.gaps, choices=["power", "far"])
+    parser.add_argument("--power", type=float, default=task.power)
+    parser.add_argument("--filler", default=task.filler, choices=["blank", "random"])
+    parser.add_argument("--width", type=int, default=size.width)
+    parser.add_argument("--heads", type=int, default=size.heads)
+    parser.add_argument("--parameters", type=int, default=size.parameters)
+    parser.add_argument("--out", type=Path, default=Path("runs/recall"))
+    parser.add_argument("--table", type=Path, nargs="+", metavar="DIR", help="train nothing, report what is there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = arguments()
+    if not chosen.table:
+        parts = {"task": Task, "budget": Budget, "size": Size}
+        given = vars(chosen)
+        settings = {
+            part: dataclasses.asdict(kind(**{field.name: given[field.name] for field in dataclasses.fields(kind)}))
+            for part, kind in parts.items()
+        }
+        settings = json.loads(json.dumps(settings))
+        if any(run["settings"] != settings for run in read([chosen.out])):
+            raise SystemExit(f"{chosen.out} holds runs with other settings; give another --out")
+        jax.config.update("jax_compilation_cache_dir", str(chosen.out.resolve() / "compiled"))
+        for name in chosen.mixers:
+            measure(name, chosen, settings)
+    runs = read(chosen.table or [chosen.out])
+    if not runs:
+        raise SystemExit("no runs found")
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    text = table(runs)
+    (chosen.out / "table.md").write_text(text + "\n")
+    plot(runs, chosen.out / "plot.png")
+    print(text)
+    print(runs[0]["settings"])
+    print(RECIPE, f"times the learning rate, of state spaces at most {SSM_RATE}; warm-up a tenth of the run")
+    print(shlex.join(["python", *sys.argv]))
+    print(environment(), f"{os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    main()
