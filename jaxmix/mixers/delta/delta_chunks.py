@@ -160,19 +160,19 @@ def _backward(decay_masked: bool, saved: Any, cotangents: tuple[Array, Array]) -
             effect = effect + (local.kept - _base(decay_masked, chunks, local)) * states
         d_chunks = dataclasses.replace(d_chunks, write_mask=jnp.sum(d_ends * effect, axis=(-2, -1)))
     if chunks.log_decay is not None:
+        # Token r decays what passes it: the state read at r or later, the pairs (i, j) with j < r <= i, what is written
+        # before r. Each sum by itself: as differences of sums of pairs they would keep the rounding of all pairs.
         pairs = jnp.where(strict, d_scores * local.scores, 0) + d_erase * local.erase
-        left = jnp.sum(written * d_written, axis=-1)[..., :-1]
-        d_sum = (
-            jnp.sum(reading * d_reading, axis=-1)
-            + jnp.sum(pairs, axis=-1)
-            - jnp.sum(pairs, axis=-2)
-            + (beta * started)[..., 0]
+        read = jnp.sum(reading * d_reading, axis=-1) + (beta * started)[..., 0]
+        passed = jnp.sum(states * (d_ends if decay_masked else masked), axis=(-2, -1))
+        up_to = jnp.tri(q.shape[-2], dtype=q.dtype)
+        d_log_decay = (
+            einsum("...ir,...i->...r", up_to, read)
+            + jnp.sum(jnp.where(strict, _product("ir,ij->rj", up_to, pairs), 0), axis=-1)
+            + einsum("...rj,...j->...r", jnp.where(strict, up_to, 0), jnp.sum(written * d_written, axis=-1))
+            + local.kept[..., 0] * passed[..., None]
         )
-        d_sum = d_sum.at[..., :-1].add(-left)
-        decayed = d_ends if decay_masked else masked
-        last = jnp.sum(left, axis=-1) + local.kept[..., 0, 0] * jnp.sum(states * decayed, axis=(-2, -1))
-        d_sum = d_sum.at[..., -1].add(last)
-        d_chunks = dataclasses.replace(d_chunks, log_decay=_reverse_sums(d_sum, chunks.run))
+        d_chunks = dataclasses.replace(d_chunks, log_decay=d_log_decay)
     return d_chunks, total.W[:, 0]
 
 
@@ -218,15 +218,6 @@ def _committed(decay_masked: bool, chunks: DeltaChunks, local: _Local, update: D
 
 def _resets(chunks: DeltaChunks) -> Array | None:
     return None if chunks.run is None else chunks.run[..., -1] > 0
-
-
-def _reverse_sums(x: Array, run: Array | None) -> Array:
-    """Sums from each token to the end of its segment in the chunk, [B, N, H, C]."""
-    later = jnp.tri(x.shape[-1], dtype=x.dtype)
-    if run is None:
-        return einsum("...t,ts->...s", x, later)
-    same = run[..., :, None] == run[..., None, :]
-    return einsum("bnht,bnts->bnhs", x, jnp.where(same, later, 0))
 
 
 def _solve(erase: Array, right: Array, *, transpose: bool = False) -> Array:
