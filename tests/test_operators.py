@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmix import ahla, hla2, hla3, linear_attention, operators
+from jaxmix import ahla, gated_delta_rule, hla2, hla3, linear_attention, operators
 from tests.contract.spec import precision
 from tests.tolerances import BRUTE_FORCE, FORMS, assert_close, rms_ratio
 
@@ -18,11 +20,21 @@ ASSOCIATIVE = FORMS[np.dtype(np.float64)]
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """A public operator and the mixer call that it must reproduce."""
+    """A public operator and the mixer call that it must reproduce.
+
+    Attributes:
+        summary: class of the operator.
+        mixer: `mixer(q, k, v, log_decay, ...)`, with beta last where `erases`.
+        decays: tokens have a log decay.
+        erases: tokens have a write strength beta, and outputs no denominator.
+        fields: the field of the summary that holds each field of the state, where the names differ.
+    """
 
     summary: type
-    mixer: object
+    mixer: Callable[..., Any]
     decays: bool = True
+    erases: bool = False
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 OPERATORS = {
@@ -32,16 +44,28 @@ OPERATORS = {
     "AHLASummary": Operator(operators.AHLASummary, ahla),
     "HLA3Summary": Operator(operators.HLA3Summary, hla3),
     "HLA3PrintedSummary": Operator(operators.HLA3PrintedSummary, functools.partial(hla3, mask="printed"), decays=False),
+    "DeltaSummary": Operator(
+        operators.DeltaSummary, functools.partial(gated_delta_rule, scale=1.0), erases=True, fields={"S": "W"}
+    ),
+    "DeltaSummary without decay": Operator(
+        operators.DeltaSummary,
+        functools.partial(gated_delta_rule, scale=1.0),
+        decays=False,
+        erases=True,
+        fields={"S": "W"},
+    ),
 }
 EVERY_OPERATOR = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 
 def arrays(operator, seed=0):
-    """q, k, v, log_decay with tokens leading, float64; log_decay is None where the operator has none."""
+    """q, k, v, log_decay and any beta with tokens leading, float64; log_decay is None where the operator has none."""
     rng = np.random.default_rng(seed)
     q, k = (jnp.asarray(rng.normal(size=(LENGTH, *SHAPE, KEY))) for _ in range(2))
     v = jnp.asarray(rng.normal(size=(LENGTH, *SHAPE, VALUE)))
-    return q, k, v, jnp.asarray(-rng.exponential(0.3, size=(LENGTH, *SHAPE))) if operator.decays else None
+    log_decay = jnp.asarray(-rng.exponential(0.3, size=(LENGTH, *SHAPE))) if operator.decays else None
+    beta = (jnp.asarray(rng.uniform(0.0, 0.5, size=(LENGTH, *SHAPE))),) if operator.erases else ()
+    return q, k, v, log_decay, *beta
 
 
 def tokens(operator, seed=0) -> list:
@@ -94,17 +118,19 @@ class TestOperators:
 
     def test_folding_tokens_gives_the_serial_output_and_state(self, operator):
         with precision():
-            q, k, v, log_decay = arrays(operator)
+            q, k, v, *gates = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), arrays(operator))
             whole = fold_left(operator.summary.combine, tokens(operator))
-            numerator, denominator = whole.read(q[-1])
-            rows = [jnp.moveaxis(x, 0, 1) for x in (q, k, v)]
-            gate = None if log_decay is None else jnp.moveaxis(log_decay, 0, 1)
-            out, state = operator.mixer(*rows, gate, implementation="serial")
+            numerator, denominator = whole.read(q[:, -1])
+            out, state = operator.mixer(q, k, v, *gates, implementation="serial")
             assert rms_ratio(numerator, out[:, -1]) <= ASSOCIATIVE
-            ones, _ = operator.mixer(*rows[:2], jnp.ones_like(rows[2]), gate, implementation="serial")
-            assert rms_ratio(denominator, ones[:, -1, :, 0]) <= ASSOCIATIVE
+            if operator.erases:
+                assert denominator is None
+            else:
+                ones, _ = operator.mixer(q, k, jnp.ones_like(v), *gates, implementation="serial")
+                assert rms_ratio(denominator, ones[:, -1, :, 0]) <= ASSOCIATIVE
             for field in dataclasses.fields(state):
-                assert rms_ratio(getattr(whole, field.name), getattr(state, field.name)) <= ASSOCIATIVE, field.name
+                part = getattr(whole, operator.fields.get(field.name, field.name))
+                assert rms_ratio(part, getattr(state, field.name)) <= ASSOCIATIVE, field.name
 
     def test_an_associative_scan_gives_every_prefix(self, operator):
         with precision():

@@ -27,6 +27,9 @@ MODAL_FLOAT32 = 3e-5
 STORED_MODELS = 1e-5
 """float32 layers and small models against float64 runs of other code: a float32 run of that code differs by 2e-6."""
 
+STORED_FLOAT32 = 1e-7
+"""float64 against values that were stored in float32: a rounding of 6e-8 at most, half of that in RMS."""
+
 STRONG_DECAY_FLOOR = 1e-2
 """Smallest RMS that errors under strong decay are relative to. What decays to nothing (G = S C - F, the gradient of
 log_decay) is then the difference of numbers of size one and keeps their rounding: 2e-7 in float32, 1e-12 in float64."""

@@ -147,13 +147,16 @@ class Agreement(Suite):
     @pytest.mark.parametrize("decay", STRONG_DECAYS)
     @pytest.mark.parametrize("dtype", [F64, F32], ids=str)
     def test_strong_decay_stays_finite_and_exact(self, decay, dtype):
-        if not self.spec.log_gates:
+        if not self.spec.decay_signs:
             pytest.skip("this mixer has no decay")
         # Documents that begin inside chunks: decays of one may not meet those of another, not even as 0 * inf.
         ids = [[1] * LONG, [1] * 30 + [2] * 75 + [3] * (LONG - 105)]
         case = draw_case(self.spec, self.spec.main, LONG, segment_ids=ids)
         rng = np.random.default_rng(2)
-        gates = {name: STRONG_DECAYS[decay](rng, case.inputs[name].shape) for name in self.spec.log_gates}
+        gates = {
+            name: sign * np.abs(STRONG_DECAYS[decay](rng, case.inputs[name].shape))
+            for name, sign in self.spec.decay_signs.items()
+        }
         case = case._replace(inputs=case.inputs | gates)
         expected = evaluate(self.spec, self.spec.main, self.spec.rounded(case, dtype), SERIAL)
         for form in (SERIAL, Form("scan", 64)):

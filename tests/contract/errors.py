@@ -81,7 +81,10 @@ class Errors(Suite):
                 self.refuse(inputs | {name: jnp.swapaxes(x, 1, 2)}, r"\b(" + "|".join(inputs) + r")\b.*shape")
 
     def test_tokens_and_heads_exchanged_everywhere_but_in_the_segment_ids(self):
-        inputs = {name: jnp.swapaxes(x, 1, 2) if is_per_token(x) else x for name, x in self.correct_call().items()}
+        inputs = {
+            name: jnp.swapaxes(x, 1, 2) if is_per_token(x) else jnp.resize(x, (LENGTH, *x.shape[1:]))
+            for name, x in self.correct_call().items()
+        }
         segment_ids = jnp.ones((BATCH, LENGTH), jnp.int32)
         self.refuse(inputs, r"\bsegment_ids\b", in_words((BATCH, LENGTH)), segment_ids=segment_ids)
 
@@ -102,15 +105,16 @@ class Errors(Suite):
 
     def test_a_gate_that_amplifies(self):
         inputs = self.correct_call()
-        for name in self.spec.log_gates & inputs.keys():
-            spoilt = inputs | {name: inputs[name].at[1, 2, 0].set(0.25)}
-            with pytest.raises(ValueError, match=rf"(?s)\b{name}\b.*0\.25"):
+        for name in self.spec.decay_signs.keys() & inputs.keys():
+            wrong = -0.25 * self.spec.decay_signs[name]
+            spoilt = inputs | {name: inputs[name].at[1, 2, 0].set(wrong)}
+            with pytest.raises(ValueError, match=rf"(?s)\b{name}\b.*{re.escape(str(wrong))}"):
                 self.spec.call(self.spec.main, Form(None), spoilt)
 
     def test_padding_may_hold_anything_where_gates_are_checked(self):
         inputs = self.correct_call()
         segment_ids = jnp.ones((BATCH, LENGTH), jnp.int32).at[:, 2].set(0)
-        gates = {name: inputs[name].at[:, 2].set(jnp.nan) for name in self.spec.log_gates & inputs.keys()}
+        gates = {name: inputs[name].at[:, 2].set(jnp.nan) for name in self.spec.decay_signs.keys() & inputs.keys()}
         out, _ = self.spec.call(self.spec.main, Form(None), inputs | gates, segment_ids)
         assert np.all(np.isfinite(out))
 

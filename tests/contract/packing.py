@@ -195,15 +195,15 @@ class Packing(Suite):
     def test_changing_one_document_does_not_move_the_next_by_a_bit(self, variant, form):
         case = draw_case(self.spec, variant, segment_ids=[[1] * 11 + [2] * 13, [1] * 3 + [0] * 8 + [2] * 13])
         before = evaluate(self.spec, variant, case, form)
-        for factor in (-3.0, 1e30):
-            after = evaluate(self.spec, variant, changed(case, 11, factor, self.spec.log_gates), form)
+        for factor in (-3.0, self.spec.large):
+            after = evaluate(self.spec, variant, changed(case, 11, factor, self.spec.decay_signs), form)
             assert_same_document(after, before, 11)
 
     def test_a_broken_document_does_not_reach_the_next(self, variant):
         case = draw_case(self.spec, variant, segment_ids=[[1] * 11 + [2] * 13] * BATCH)
         before = evaluate(self.spec, variant, case, SERIAL)
         for factor in (np.inf, np.nan):
-            after = evaluate(self.spec, variant, changed(case, 11, factor, self.spec.log_gates), SERIAL)
+            after = evaluate(self.spec, variant, changed(case, 11, factor, self.spec.decay_signs), SERIAL)
             assert_same_document(after, before, 11)
 
     @FORMS_UNDER_TEST
@@ -239,12 +239,12 @@ class Packing(Suite):
                 assert not np.any(gradient[:, 11:]), name
 
 
-def changed(case, stop, factor, log_gates):
-    """Multiplies the inputs of the first `stop` tokens; a log gate is only ever moved further down."""
+def changed(case, stop, factor, decay_signs):
+    """Multiplies the inputs of the first `stop` tokens; a gate that decays is only ever made to decay more."""
     inputs = dict(case.inputs)
     for name, x in case.inputs.items():
         if is_per_token(x):
-            head = x[:, :stop] * (2.0 if name in log_gates and np.isfinite(factor) else factor)
+            head = x[:, :stop] * (2.0 if name in decay_signs and np.isfinite(factor) else factor)
             inputs[name] = np.concatenate([head, x[:, stop:]], axis=1)
     return case._replace(inputs=inputs)
 

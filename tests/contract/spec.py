@@ -89,11 +89,13 @@ class MixerSpec:
         brute_force: `brute_force(inputs, segment_ids, variant)`, the output by explicit sums in float64 numpy.
         variants: option sets by name; the first is the main one, and has a gate per token if the mixer has gates.
         gates: names of the inputs that are float32 whatever the compute dtype.
-        log_gates: names of the gates that must not be positive.
+        log_gates: names of the gates that must not be positive: log decays.
+        step_gates: names of the gates that must not be negative: step sizes, which decay the more the larger they are.
         values: name of the input that gives the output its dtype.
         representatives: names of the variants for tests that compile functions of their own; empty for all.
         sharded_variants: names of the variants that are also tested with tokens split over devices.
         lengths: short sequences that are tested besides those that every mixer is; each is compiled by itself.
+        large: factor on every input of a document that still leaves finite numbers.
     """
 
     function: Callable[..., tuple[Any, Any]]
@@ -104,10 +106,17 @@ class MixerSpec:
     variants: Mapping[str, Variant]
     gates: frozenset[str] = frozenset({"log_decay"})
     log_gates: frozenset[str] = frozenset({"log_decay"})
+    step_gates: frozenset[str] = frozenset()
     values: str = "v"
     representatives: tuple[str, ...] = ()
     sharded_variants: tuple[str, ...] = ()
     lengths: tuple[int, ...] = (5, 9, 15)
+    large: float = 1e30
+
+    @property
+    def decay_signs(self) -> dict[str, float]:
+        """The sign that each gate that decays the state must have."""
+        return dict.fromkeys(self.log_gates, -1.0) | dict.fromkeys(self.step_gates, 1.0)
 
     @property
     def main(self) -> Variant:

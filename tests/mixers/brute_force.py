@@ -71,6 +71,19 @@ def hla3(q, k, v, log_decay, *, mask="exact") -> np.ndarray:
     return np.where(keep, decays * w[t, i] * w[u, i] * w[u, j], 0).sum(axis=(2, 3)) @ v
 
 
+def delta_rule(q, k, v, log_decay, beta, *, scale) -> np.ndarray:
+    """o_t = scale sum_{j <= t} beta_j (q_t . M_t ... M_{j+1} k_j) v_j with M_i = a_i (I - beta_i k_i k_i^T)."""
+    forget = [np.exp(g) * (np.eye(len(x)) - b * np.outer(x, x)) for x, g, b in zip(k, log_decay, beta, strict=True)]
+    out = np.zeros((len(q), v.shape[1]))
+    for t in range(len(q)):
+        for j in range(t + 1):
+            stored = beta[j] * k[j]
+            for i in range(j + 1, t + 1):
+                stored = forget[i] @ stored
+            out[t] += scale * (q[t] @ stored) * v[j]
+    return out
+
+
 def by_document(one_head: Callable[..., np.ndarray], inputs, segment_ids, *, normalize=False, eps=1e-6, **options):
     """Applies a definition to each document of each head; normalised, divides by the same sums of v = 1 plus eps."""
     q, v = inputs["q"], inputs["v"]

@@ -47,3 +47,28 @@ def run(step, q, k, v, log_decay, state, **options):
         out, state = step(state, *token, **options)
         outputs.append(out)
     return np.stack(outputs), state
+
+
+def gated_delta_rule(
+    q, k, v, log_decay, beta, S, segment_ids, *, scale, write_mask=None, decay_masked=True, chunk_size=64
+):
+    """S = a S ; S = S + beta k (v - S^T k)^T ; o = scale S^T q, and after chunk c: S = base + m_c (S - base).
+
+    The base is the state as the chunk would leave it without writing: its start, decayed if `decay_masked`.
+    """
+    out, document = np.zeros((len(q), v.shape[1])), None
+    for start in range(0, len(q), chunk_size):
+        base = S
+        for t in range(start, min(start + chunk_size, len(q))):
+            if segment_ids[t] == 0:
+                continue
+            if document not in (None, segment_ids[t]):
+                S, base = np.zeros_like(S), np.zeros_like(S)
+            document, a = segment_ids[t], np.exp(log_decay[t])
+            base = a * base if decay_masked else base
+            S = a * S
+            S = S + beta[t] * np.outer(k[t], v[t] - S.T @ k[t])
+            out[t] = scale * S.T @ q[t]
+        if write_mask is not None:
+            S = base + write_mask[start // chunk_size] * (S - base)
+    return out, S
