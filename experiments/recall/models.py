@@ -57,7 +57,7 @@ class Size:
 
     width: int = 64
     heads: int = H
-    parameters: int = 260_000
+    parameters: int = 210_000
 
 
 def model(name: str, size: Size, *, vocabulary: int, length: int) -> DecoderConfig:

@@ -35,7 +35,7 @@ class Task:
         filler: what is on all other places: "blank", or "random" values, which are not asked for.
     """
 
-    vocabulary: int = 1024
+    vocabulary: int = 256
     length: int = 256
     pairs: tuple[int, ...] = (4, 8, 16, 32, 64)
     gaps: Literal["power", "far"] = "power"

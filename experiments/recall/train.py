@@ -55,8 +55,8 @@ def train(
     """Trains a model once for every (learning rate, seed), and measures it.
 
     Returns:
-        Of every run "validation" and "test" as `accuracies` gives them and "losses", nats per query over every
-        twentieth of the run; and the seconds that all took together, compilation included.
+        Of every run "validation" and "test" as `accuracies` gives them and "losses", nats per query, every sequence
+        counting the same, over every twentieth of the run; and the seconds that all took together, compiling included.
     """
     start = time.perf_counter()
     structure, _ = split_model(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(jax.random.key(0)))))
@@ -76,7 +76,8 @@ def train(
 
             def body(state: TrainState, _: None) -> tuple[TrainState, jax.Array]:
                 drawn = sequences(task, jax.random.fold_in(key, state.step), budget.batch)
-                state, metrics = step(state, drawn | {"segment_ids": None, "positions": None})
+                each = drawn["weights"] / drawn["weights"].sum(-1, keepdims=True)
+                state, metrics = step(state, drawn | {"weights": each, "segment_ids": None, "positions": None})
                 return state, metrics["loss"]
 
             state, losses = jax.lax.scan(body, state, length=updates)
