@@ -105,7 +105,7 @@ def check_array(argument: str, x: Any, shape: str, sizes: Sequence[int | None], 
         fail(argument, f"dtype {' or '.join(dtypes)}", f"dtype {x.dtype}")
 
 
-def check_sizes(argument: str, x: Array, axes: str) -> None:
+def check_sizes(argument: str, x: Array, axes: Sequence[str]) -> None:
     """Raise ValueError if `x` has no element along one of its axes, named by their letters."""
     for axis, (letter, size) in enumerate(zip(axes, x.shape, strict=True)):
         if size == 0:

@@ -9,6 +9,7 @@ from jaxmix.mixers.interdomain import (
     interdomain_ideal,
 )
 from jaxmix.mixers.linear_attention import LinearAttentionState, linear_attention
+from jaxmix.mixers.natsl import NAtSLState, natsl_attention
 from jaxmix.mixers.s4d import S4DState, s4d
 from jaxmix.mixers.softmax_attention import SoftmaxAttentionState, softmax_attention
 from jaxmix.mixers.ssd import SSDState, ssd
@@ -21,6 +22,7 @@ __all__ = [
     "InterdomainAttentionState",
     "InterdomainState",
     "LinearAttentionState",
+    "NAtSLState",
     "S4DState",
     "SSDState",
     "SoftmaxAttentionState",
@@ -32,6 +34,7 @@ __all__ = [
     "interdomain_attention",
     "interdomain_ideal",
     "linear_attention",
+    "natsl_attention",
     "s4d",
     "softmax_attention",
     "ssd",

@@ -13,6 +13,7 @@ from jaxmix.nn import (
     LinearAttentionConfig,
     Mamba2Config,
     MixerConfig,
+    NAtSLConfig,
     S4DConfig,
     SoftmaxAttentionConfig,
 )
@@ -32,6 +33,7 @@ def _mixers(heads: int, capacity: int) -> dict[str, MixerConfig]:
         "mamba2": Mamba2Config(heads=heads, key_size=32),
         "linear": LinearAttentionConfig(heads=heads),
         "s4d": S4DConfig(heads=heads),
+        "natsl": NAtSLConfig(heads=heads, chunk_size=16, capacity=heads * capacity // 16),
         "softmax": SoftmaxAttentionConfig(heads=heads, capacity=capacity),
     }
 
@@ -68,17 +70,25 @@ _PEERS = {"380m": (1024, 21, 6, 128, 256, 16, 2816), "800m": (1536, 21, 6, 192, 
 
 
 def _peers(scale: str) -> dict[str, DecoderConfig]:
-    """Gated DeltaNet, its hybrids with softmax attention in every fourth layer, the Transformer and Mamba-2."""
+    """NAtS-L, Gated DeltaNet, its hybrids with softmax attention in every fourth layer, the Transformer and Mamba-2."""
     width, layers, heads, keys, values, softmax_heads, hidden = _PEERS[scale]
     delta = GatedDeltaNetConfig(heads=heads, key_size=keys, value_size=values)
     softmax = SoftmaxAttentionConfig(heads=softmax_heads, capacity=4096)
+    # Softmax heads of 64 channels; room for every chunk of 4096 tokens.
+    routed = NAtSLConfig(heads=heads, group=keys // 64, key_size=keys, value_size=values, capacity=heads * 64)
     shared: dict[str, Any] = {"vocab_size": 32000, "d_model": width, "dtype": "bfloat16", "remat": "full"}
 
     def hybrid(attention: MixerConfig) -> DecoderConfig:
         mixers = tuple(attention if i % 4 == 3 else delta for i in range(layers))
         return DecoderConfig(layers=mixers, hidden=hidden, **shared)
 
+    pure = dataclasses.replace(routed, rope=True)
+    places = (3, 7, 11, 15, 19, 20)
     return {
+        f"natsl-{scale}": DecoderConfig(
+            layers=tuple(routed if i in places else delta for i in range(layers)), hidden=hidden, **shared
+        ),
+        f"natsl-pure-{scale}": DecoderConfig(layers=(pure,) * layers, hidden=hidden, **shared),
         f"gdn-{scale}": DecoderConfig(layers=(delta,) * layers, hidden=hidden, **shared),
         f"gdn-hybrid-{scale}": hybrid(softmax),
         f"gdn-hybrid-no-rope-{scale}": hybrid(dataclasses.replace(softmax, rope=False)),

@@ -12,6 +12,7 @@ from jaxmix.nn.layer import LayerState, MixerLayer
 from jaxmix.nn.linear_attention import LinearAttention, LinearAttentionConfig
 from jaxmix.nn.mamba2 import Mamba2, Mamba2Config
 from jaxmix.nn.mlp import SwiGLU
+from jaxmix.nn.natsl import NAtSL, NAtSLConfig, RoutedState
 from jaxmix.nn.norms import RMSNorm, l2_normalize
 from jaxmix.nn.parameters import parameter_label
 from jaxmix.nn.registry import MIXER_CONFIGS, mixer_from_dict
@@ -39,7 +40,10 @@ __all__ = [
     "Mamba2Config",
     "MixerConfig",
     "MixerLayer",
+    "NAtSL",
+    "NAtSLConfig",
     "RMSNorm",
+    "RoutedState",
     "S4DConfig",
     "ShortConvolution",
     "SoftmaxAttention",

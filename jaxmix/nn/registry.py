@@ -9,6 +9,7 @@ from jaxmix.nn.hla import HLAConfig
 from jaxmix.nn.interdomain_attention import InterdomainAttentionConfig
 from jaxmix.nn.linear_attention import LinearAttentionConfig
 from jaxmix.nn.mamba2 import Mamba2Config
+from jaxmix.nn.natsl import NAtSLConfig
 from jaxmix.nn.s4d import S4DConfig
 from jaxmix.nn.softmax_attention import SoftmaxAttentionConfig
 
@@ -21,6 +22,7 @@ MIXER_CONFIGS: dict[str, type[MixerConfig]] = {
         InterdomainAttentionConfig,
         LinearAttentionConfig,
         Mamba2Config,
+        NAtSLConfig,
         S4DConfig,
         SoftmaxAttentionConfig,
     )

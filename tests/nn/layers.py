@@ -16,6 +16,7 @@ from jaxmix.nn import (
     LinearAttentionConfig,
     Mamba2Config,
     MixerConfig,
+    NAtSLConfig,
     S4DConfig,
     SoftmaxAttentionConfig,
 )
@@ -46,6 +47,20 @@ LAYERS: dict[str, MixerConfig] = {
         heads=4, key_heads=2, key_size=4, value_size=6, negative_eigenvalues=True, chunk_size=4
     ),
     "mamba2": Mamba2Config(heads=4, key_heads=2, key_size=5, chunk_size=4),
+    "natsl": NAtSLConfig(heads=2, key_size=4, value_size=6, chunk_size=4, capacity=8, max_documents=4),
+    "natsl, every option": NAtSLConfig(
+        heads=2,
+        key_size=8,
+        value_size=4,
+        rule="ssd",
+        rope=True,
+        chunk_size=3,
+        capacity=10,
+        decay_through_softmax=False,
+        branch_norm=False,
+        fusion="input",
+        max_documents=4,
+    ),
     "softmax attention": SoftmaxAttentionConfig(heads=4, kv_heads=2, capacity=16),
     "softmax attention, every option": SoftmaxAttentionConfig(
         heads=2, capacity=16, qk_norm="l2", conv_width=3, output_norm=True, gate=True, value_size=6

@@ -20,6 +20,7 @@ from jaxmix.nn import (
     LinearAttention,
     LinearAttentionConfig,
     Mamba2Config,
+    NAtSLConfig,
     S4DConfig,
     SoftmaxAttention,
     SoftmaxAttentionConfig,
@@ -52,6 +53,7 @@ def test_the_registry_knows_every_config_by_its_name():
         InterdomainAttentionConfig,
         LinearAttentionConfig,
         Mamba2Config,
+        NAtSLConfig,
         S4DConfig,
         SoftmaxAttentionConfig,
     }

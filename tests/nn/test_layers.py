@@ -153,10 +153,14 @@ def test_a_reset_stream_starts_anew_and_the_others_go_on(name):
 def test_in_bfloat16_states_and_gates_stay_float32(name):
     layer = LAYERS[name].build(WIDTH, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     for path, parameter in nnx.to_flat_state(nnx.state(layer)):
-        wide = not {"beta", "decay", "direct", "ssm", "readout"}.isdisjoint(path)
+        wide = not {"beta", "decay", "direct", "readout", "router", "ssm"}.isdisjoint(path)
         assert parameter.dtype == (jnp.float32 if wide else jnp.bfloat16), path
     state = jax.eval_shape(lambda: layer.init_state(BATCH))
-    caches = (".mixer.k", ".mixer.v") if name.startswith("softmax") else ()
+    # Keys and values of softmax attention are a record of inputs.
+    caches = {
+        "softmax": (".mixer.k", ".mixer.v"),
+        "natsl": tuple(f".mixer.attention.{kind}_{x}" for kind in ("own", "page") for x in "kv"),
+    }.get(name.replace(",", " ").split()[0], ())
     for path, leaf in jax.tree.leaves_with_path(state):
         place = jax.tree_util.keystr(path)
         if leaf.dtype != jnp.int32:

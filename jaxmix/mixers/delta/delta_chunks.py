@@ -67,24 +67,46 @@ class _Local(NamedTuple):
     w: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def delta_chunks(decay_masked: bool, chunks: DeltaChunks, initial: Array) -> tuple[Array, Array]:
-    """Outputs [B, N, H, C, E] and final state [B, H, D, E] from the state `initial`.
+@dataclasses.dataclass(frozen=True)
+class DeltaOptions:
+    """What does not change from chunk to chunk.
 
-    `decay_masked` False lets a chunk whose update is masked keep the state without decay.
+    Attributes:
+        decay_masked: a chunk whose update is masked decays the state all the same.
+        erase: writes first take back what the key had stored; without, u = beta v and w = 0: a linear attention.
     """
-    out, _, final = run_chunks(decay_masked, chunks, initial, None)
-    return out, final
+
+    decay_masked: bool = True
+    erase: bool = True
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def delta_chunks(
+    options: DeltaOptions, chunks: DeltaChunks, initial: Array, offset: Array | None
+) -> tuple[Array, Array, Array]:
+    """Outputs [B, N, H, C, E], states at the starts of chunks [B, N, H, D, E] and final state [B, H, D, E].
+
+    Args:
+        options: see `DeltaOptions`.
+        chunks: the sequence.
+        initial: state before the first token, [B, H, D, E].
+        offset: where the first chunk goes on with one that began in an earlier call: the state without that chunk's
+            update, decayed so far, less `initial`. None for a chunk of its own; not without a write mask.
+    """
+    return run_chunks(options, chunks, initial, offset, None)
 
 
 def run_chunks(
-    decay_masked: bool, chunks: DeltaChunks, initial: Array, sequence_axis: str | None
+    options: DeltaOptions, chunks: DeltaChunks, initial: Array, offset: Array | None, sequence_axis: str | None
 ) -> tuple[Array, Array, Array]:
-    """The forward pass: outputs, the state at the start of every chunk [B, N, H, D, E], and the final state."""
-    local = _prepare(chunks)
+    """The forward pass of `delta_chunks`, with chunks that may be split over devices."""
+    local = _prepare(options, chunks)
     written = local.end * chunks.k
     update = DeltaSummary(-_product("cd,ce->de", written, local.w), _product("cd,ce->de", written, local.u))
-    summary = _committed(decay_masked, chunks, local, update)
+    summary = _committed(options, chunks, local, update)
+    if offset is not None:
+        left = _left_behind(options, chunks, local) * offset
+        summary = dataclasses.replace(summary, W=summary.W.at[:, 0].add(left))
     start = DeltaSummary.of_state(initial[:, None])
     before, after, total = prefix_scan(DeltaSummary.combine, summary, _resets(chunks), start, sequence_axis)
     states = jnp.concatenate([before.W, after.W[:, :-1]], axis=1)
@@ -93,24 +115,24 @@ def run_chunks(
     return out, states, total.W[:, 0]
 
 
-def _forward(decay_masked: bool, chunks: DeltaChunks, initial: Array) -> Any:
-    out, states, final = run_chunks(decay_masked, chunks, initial, None)
-    return (out, final), (chunks, states)
+def _forward(options: DeltaOptions, chunks: DeltaChunks, initial: Array, offset: Array | None) -> Any:
+    out, states, final = run_chunks(options, chunks, initial, offset, None)
+    return (out, states, final), (chunks, states, offset)
 
 
-def _backward(decay_masked: bool, saved: Any, cotangents: tuple[Array, Array]) -> tuple[DeltaChunks, Array]:
-    chunks, states = saved
-    d_out, d_final = cotangents
+def _backward(options: DeltaOptions, saved: Any, cotangents: tuple[Array, Array, Array]) -> Any:
+    chunks, states, offset = saved
+    d_out, d_starts, d_final = cotangents
     q, k, beta = chunks.q, chunks.k, chunks.beta
-    local = _prepare(chunks)
+    local = _prepare(options, chunks)
     written, reading = local.end * k, local.start * q
     news = local.u - _product("cd,de->ce", local.w, states)
 
     # The cotangent of every chunk's end state, by the transposed affine maps run backwards.
     d_news_out = _product("sc,se->ce", local.scores, d_out)
-    d_states = _product("cd,ce->de", reading, d_out) - _product("cd,ce->de", local.w, d_news_out)
+    d_states = d_starts + _product("cd,ce->de", reading, d_out) - _product("cd,ce->de", local.w, d_news_out)
     update = DeltaSummary(-_product("cd,ce->de", written, local.w), d_states)
-    summary = _committed(decay_masked, chunks, local, update)
+    summary = _committed(options, chunks, local, update)
     reverse = DeltaSummary(jnp.flip(jnp.swapaxes(summary.Phi, -1, -2), axis=1), jnp.flip(d_states, axis=1))
     last = DeltaSummary.of_state(d_final[:, None])
     resets = _resets(chunks)
@@ -126,13 +148,16 @@ def _backward(decay_masked: bool, saved: Any, cotangents: tuple[Array, Array]) -
     d_reading = _product("ce,de->cd", d_out, states)
     d_w = -_product("ce,de->cd", d_news, states)
 
-    # Through the triangular solve: (I + A)^T [b_v, b_k] = [du, dw] and dA = -strict_lower(b u^T).
-    size = d_news.shape[-1]
-    solved = _solve(local.erase, jnp.concatenate([d_news, d_w], axis=-1), transpose=True)
-    b_v, b_k = solved[..., :size], solved[..., size:]
-    d_erase = -_product("ce,se->cs", b_v, local.u) - _product("cd,sd->cs", b_k, local.w)
     strict = jnp.tri(q.shape[-2], k=-1, dtype=jnp.bool_)
-    d_erase = jnp.where(strict & (local.decay != 0), d_erase, 0)
+    if options.erase:
+        # Through the triangular solve: (I + A)^T [b_v, b_k] = [du, dw] and dA = -strict_lower(b u^T).
+        size = d_news.shape[-1]
+        solved = _solve(local.erase, jnp.concatenate([d_news, d_w], axis=-1), transpose=True)
+        b_v, b_k = solved[..., :size], solved[..., size:]
+        d_erase = -_product("ce,se->cs", b_v, local.u) - _product("cd,sd->cs", b_k, local.w)
+        d_erase = jnp.where(strict & (local.decay != 0), d_erase, 0)
+    else:
+        b_v, b_k, d_erase = d_news, jnp.zeros_like(k), jnp.zeros_like(local.erase)
     d_keys = d_erase * local.decay
 
     started = local.start * jnp.sum(b_k * k, axis=-1, keepdims=True)
@@ -154,17 +179,27 @@ def _backward(decay_masked: bool, saved: Any, cotangents: tuple[Array, Array]) -
         write_mask=None,
         run=None,
     )
+    d_offset = None if offset is None else _left_behind(options, chunks, local) * d_ends[:, 0]
     if chunks.write_mask is not None:
+        base = _base(options, chunks, local)
         effect = _product("cd,ce->de", written, news)
-        if not decay_masked:
-            effect = effect + (local.kept - _base(decay_masked, chunks, local)) * states
-        d_chunks = dataclasses.replace(d_chunks, write_mask=jnp.sum(d_ends * effect, axis=(-2, -1)))
+        if not options.decay_masked:
+            effect = effect + (local.kept - base) * states
+        d_mask = jnp.sum(d_ends * effect, axis=(-2, -1))
+        if offset is not None:
+            base = jnp.broadcast_to(base, (*d_mask.shape, 1, 1))[:, 0, :, 0, 0]
+            d_mask = d_mask.at[:, 0].add(-base * jnp.sum(d_ends[:, 0] * offset, axis=(-2, -1)))
+        d_chunks = dataclasses.replace(d_chunks, write_mask=d_mask)
     if chunks.log_decay is not None:
         # Token r decays what passes it: the state read at r or later, the pairs (i, j) with j < r <= i, what is written
         # before r. Each sum by itself: as differences of sums of pairs they would keep the rounding of all pairs.
         pairs = jnp.where(strict, d_scores * local.scores, 0) + d_erase * local.erase
         read = jnp.sum(reading * d_reading, axis=-1) + (beta * started)[..., 0]
-        passed = jnp.sum(states * (d_ends if decay_masked else masked), axis=(-2, -1))
+        passed = jnp.sum(states * (d_ends if options.decay_masked else masked), axis=(-2, -1))
+        if offset is not None and options.decay_masked:
+            assert chunks.write_mask is not None
+            behind = (1 - chunks.write_mask[:, 0]) * jnp.sum(d_ends[:, 0] * offset, axis=(-2, -1))
+            passed = passed.at[:, 0].add(behind)
         up_to = jnp.tri(q.shape[-2], dtype=q.dtype)
         d_log_decay = (
             einsum("...ir,...i->...r", up_to, read)
@@ -173,13 +208,13 @@ def _backward(decay_masked: bool, saved: Any, cotangents: tuple[Array, Array]) -
             + local.kept[..., 0] * passed[..., None]
         )
         d_chunks = dataclasses.replace(d_chunks, log_decay=d_log_decay)
-    return d_chunks, total.W[:, 0]
+    return d_chunks, total.W[:, 0], d_offset
 
 
 delta_chunks.defvjp(_forward, _backward)
 
 
-def _prepare(chunks: DeltaChunks) -> _Local:
+def _prepare(options: DeltaOptions, chunks: DeltaChunks) -> _Local:
     q, k, beta = chunks.q, chunks.k, chunks.beta
     size = q.shape[-2]
     cumulative = None if chunks.log_decay is None else LogDecay.accumulate(chunks.log_decay, chunks.run)
@@ -187,32 +222,41 @@ def _prepare(chunks: DeltaChunks) -> _Local:
     decay = borders.decays(q.dtype)
     seen = decay != 0
     strict = seen & jnp.tri(size, k=-1, dtype=jnp.bool_)
-    keys = jnp.where(strict, _product("cd,sd->cs", k, k), 0)
-    erase = beta * keys * decay
     scores = jnp.where(seen, _product("cd,sd->cs", q, k), 0) * decay
     start, end, kept = borders.edges(q.dtype)
-    right = jnp.concatenate([chunks.v, start * k], axis=-1)
-    solved = _solve(erase, beta * right)
+    if not options.erase:
+        none = jnp.zeros_like(scores)
+        return _Local(decay, none, none, scores, start, end, kept, beta * chunks.v, jnp.zeros_like(k))
+    keys = jnp.where(strict, _product("cd,sd->cs", k, k), 0)
+    erase = beta * keys * decay
+    solved = _solve(erase, beta * jnp.concatenate([chunks.v, start * k], axis=-1))
     u, w = solved[..., : chunks.v.shape[-1]], solved[..., chunks.v.shape[-1] :]
     return _Local(decay, keys, erase, scores, start, end, kept, u, w)
 
 
-def _base(decay_masked: bool, chunks: DeltaChunks, local: _Local) -> Array:
+def _left_behind(options: DeltaOptions, chunks: DeltaChunks, local: _Local) -> Array:
+    """How much of an offset the first chunk leaves to its successors, [B, H, 1, 1]."""
+    assert chunks.write_mask is not None
+    base = jnp.broadcast_to(_base(options, chunks, local), (*chunks.write_mask.shape, 1, 1))[:, 0]
+    return (1 - chunks.write_mask[:, 0, :, None, None]) * base
+
+
+def _base(options: DeltaOptions, chunks: DeltaChunks, local: _Local) -> Array:
     """What a chunk without its update does to the state: a factor, [..., 1, 1]."""
-    if decay_masked:
+    if options.decay_masked:
         return local.kept
     resets = _resets(chunks)
     one = jnp.ones((), local.kept.dtype)
     return one if resets is None else jnp.where(resets, 0, one)[:, :, None, None, None]
 
 
-def _committed(decay_masked: bool, chunks: DeltaChunks, local: _Local, update: DeltaSummary) -> DeltaSummary:
+def _committed(options: DeltaOptions, chunks: DeltaChunks, local: _Local, update: DeltaSummary) -> DeltaSummary:
     """The chunk's map with the update weighed by the write mask: b I + m ((kept - b) I + update), b without update."""
     one = jnp.eye(chunks.k.shape[-1], dtype=chunks.k.dtype)
     if chunks.write_mask is None:
         return DeltaSummary(local.kept * one + update.Phi, update.W)
     mask = chunks.write_mask[..., None, None]
-    base = _base(decay_masked, chunks, local)
+    base = _base(options, chunks, local)
     return DeltaSummary((base + mask * (local.kept - base)) * one + mask * update.Phi, mask * update.W)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxmix.arrays import GATE_DTYPES, Array, check_array, check_flag, check_positive, einsum, from_numpy
 from jaxmix.mixers.chunking import count_starts, split_chunks
-from jaxmix.mixers.delta.delta_chunks import DeltaChunks, delta_chunks, run_chunks
+from jaxmix.mixers.delta.delta_chunks import DeltaChunks, DeltaOptions, delta_chunks, run_chunks
 from jaxmix.mixers.delta.delta_summary import DeltaSummary
 from jaxmix.mixers.dispatch import Implementation, choose
 from jaxmix.mixers.inputs import Inputs, check_decay_sign, check_spread_inputs
@@ -95,10 +95,11 @@ class _GatedDeltaRule(Recurrence):
         log_decay, run, sequence_axis = chunks
         k, beta = k
         arrays = DeltaChunks(self.scale * q[:, :, :, 0], k, v, beta, log_decay, self.write_mask, run)
+        options = DeltaOptions(self.decay_masked)
         if sequence_axis is None:
-            out, final = delta_chunks(self.decay_masked, arrays, state.S)
+            out, _, final = delta_chunks(options, arrays, state.S, None)
         else:
-            out, _, final = run_chunks(self.decay_masked, arrays, state.S, sequence_axis)
+            out, _, final = run_chunks(options, arrays, state.S, None, sequence_axis)
         return out[:, :, :, None], DeltaState(final)
 
     def summarize(self, inputs: Inputs) -> DeltaSummary:
