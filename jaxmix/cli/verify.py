@@ -1,4 +1,4 @@
-"""`jaxmix verify`: check every parallel form against its serial recurrence."""
+"""`jaxmix verify`: check every form of every recurrent mixer against its serial recurrence and an explicit sum."""
 
 from collections.abc import Sequence
 

@@ -56,17 +56,19 @@ mode is switched on for the duration of the checks and in their threads only. A 
 """
 
 from jaxmix.verify.errata import errata_rows
-from jaxmix.verify.mixer import MixerUnderTest
+from jaxmix.verify.mixer import MixerUnderTest, OperatorUnderTest, key_value_operator
 from jaxmix.verify.options import VerifyOptions
 from jaxmix.verify.report import Report, Row, relative_error
 from jaxmix.verify.runner import verify, verify_mixer
 
 __all__ = [
     "MixerUnderTest",
+    "OperatorUnderTest",
     "Report",
     "Row",
     "VerifyOptions",
     "errata_rows",
+    "key_value_operator",
     "relative_error",
     "verify",
     "verify_mixer",

@@ -1,4 +1,4 @@
-"""Three faults of the paper, shown in numbers.
+"""Three faults of the HLA paper, shown in numbers.
 
 The operators here are transcribed as printed and are wrong on purpose; numpy float64, one head, one decay a per token.
 Source: Zhang, Qin, Wang, Gu, "Higher-order Linear Attention", arXiv 2510.27258.
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmix.verify import explicit
+from jaxmix.verify.errata_interdomain import interdomain_rows
 from jaxmix.verify.report import Row, relative_error
 
 Float64 = NDArray[np.float64]
@@ -168,13 +169,15 @@ def right_fold[S](combine: Callable[[S, S], S], summaries: Sequence[S]) -> S:
 def errata_rows(*, seed: int = 0) -> list[Row]:
     """Rows that pass when each printed formula fails as documented and its correction holds.
 
+    Those of interdomain attention are about choices that its paper leaves open.
+
     Args:
         seed: Seed of the random tokens (9 tokens, key size 4, value size 3, decay 0.9).
     """
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, LENGTH, KEY_SIZE))
     v = rng.normal(size=(LENGTH, VALUE_SIZE))
-    return [*_hla2_rows(q, k, v), *_ahla_rows(q, k, v), *_hla3_rows(q, k, v)]
+    return [*_hla2_rows(q, k, v), *_ahla_rows(q, k, v), *_hla3_rows(q, k, v), *interdomain_rows(q, k, v)]
 
 
 def _hla2_rows(q: Float64, k: Float64, v: Float64) -> list[Row]:

@@ -32,10 +32,13 @@ class VerifyOptions:
         chunk_sizes: Chunk sizes of the scan form; 1 is the scan over single tokens.
         dtype: Dtype of the inputs in the rows "forms"; everything else runs in float64.
         seed: Seed of all random inputs.
-        mixers: Names of the mixers to check; empty means all.
-        checks: Kinds of check to run; empty means all.
-        full: Compile more: gradients of every option instead of one for each state, gradients of packed documents,
-            every chunk size with every kind of decay.
+        mixers: Names of the mixers to check, of hla2, hla3, ahla, gated_delta_rule, delta_rule, ssd, s4d,
+            interdomain_attention, interdomain_ideal and linear_attention; empty means all.
+        checks: Kinds of check to run, of forms, operator, gradients, split, packed, causality and errata; empty means
+            all.
+        full: Compile more: every check on every option, and every form with every way to call it. Otherwise gradients
+            are those of one option for each state, other discretisations and formulas as printed are checked in their
+            outputs only, and other ways to call a mixer in its serial form.
         details: Print every comparison instead of the worst one of each check.
         json: Print the report as JSON instead of a table.
     """

@@ -46,7 +46,7 @@ def verify_mixer(mixer: MixerUnderTest, options: VerifyOptions | None = None) ->
 
 
 def verify(options: VerifyOptions | None = None, *, progress: Callable[[str], None] | None = None) -> Report:
-    """Run every check on every mixer and option of the catalogue, and the errata of the HLA paper.
+    """Run every check on every mixer and option of the catalogue, and the errata.
 
     Args:
         options: Shape, dtype, seed, mixers.
@@ -91,10 +91,11 @@ def _report(
 def _rows(mixer: MixerUnderTest, options: VerifyOptions) -> list[Row]:
     """All rows of one mixer, in float64 within this thread only."""
     rows: list[Row] = []
+    wanted = mixer.checks(options)
     with jax.enable_x64(True):
         subject = Subject(mixer, options)
         for name, check in CHECKS.items():
-            if options.checks and name not in options.checks:
+            if name not in wanted:
                 continue
             try:
                 rows.extend(check(subject))

@@ -29,8 +29,8 @@ class Form:
     @property
     def label(self) -> str:
         """Name in the report."""
-        if self.implementation == SERIAL:
-            return "serial"
+        if self.implementation != SCAN:
+            return self.implementation
         return "token scan" if self.chunk_size == 1 else f"scan, chunk {self.chunk_size}"
 
 
@@ -52,10 +52,12 @@ class Subject:
         self.read_outs = mixer.read_outs or (mixer.option,)
         self.serial = Form(SERIAL)
         scans = [Form(SCAN, c) for c in options.chunk_sizes] if SCAN in mixer.implementations else []
-        self.forms = (self.serial, *scans)
+        others = [Form(name) for name in mixer.implementations if name not in (SERIAL, SCAN)]
+        self.forms = (self.serial, *scans, *others)
         self.short_scan = next((f for f in scans if f.chunk_size == options.short_chunk), None)
         self.key_forms = (self.serial,) if self.short_scan is None else (self.serial, self.short_scan)
-        self.differentiates = not options.checks or not {"gradients", "packed"}.isdisjoint(options.checks)
+        self.unsegmented_forms = tuple(others)
+        self.differentiates = not {"gradients", "packed"}.isdisjoint(mixer.checks(options))
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def inputs(self, label: str | None = None, *, stream: int = 0) -> dict[str, np.ndarray]:
@@ -137,7 +139,8 @@ class Subject:
             The result, and a dict of the gradients of "inputs" and "initial_state".
         """
         option = self.read_outs[-1] if option is None else option
-        segment_ids, initial_state = self._filled(segment_ids, initial_state)
+        filled, initial_state = self._filled(segment_ids, initial_state)
+        segment_ids = filled if form in self.key_forms else segment_ids
         if weights is None:
             out, state = self._shapes
             weights = jax.tree.map(lambda x: np.zeros(x.shape), (self.by_option(out)[option], state))

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxmix.verify import errata, errata_rows, explicit
+from jaxmix.verify import errata, errata_interdomain, errata_rows, explicit
+from jaxmix.verify.explicit.hippo import impulses
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -14,7 +15,8 @@ def test_every_row_passes(seed):
 
 def test_each_fault_is_shown_and_told_in_words():
     faults = [row for row in errata_rows() if row.expect == "above"]
-    assert [row.mixer for row in faults] == ["hla2"] * 3 + ["ahla"] * 2 + ["hla3"]
+    interdomain = ["interdomain_attention"] * 2 + ["interdomain_ideal"] * 2
+    assert [row.mixer for row in faults] == ["hla2"] * 3 + ["ahla"] * 2 + ["hla3"] + interdomain
     assert all(row.note.endswith("as documented") and row.error > 0.05 for row in faults)
 
 
@@ -62,6 +64,27 @@ def test_a_correction_that_fails_fails_its_rows(monkeypatch, name):
     failures = [row for row in errata_rows() if not row.passed]
     assert failures
     assert all(row.expect == "below" for row in failures)
+
+
+def test_other_choices_that_worked_would_fail_their_rows(monkeypatch):
+    original = errata_interdomain.modal_attention
+    monkeypatch.setattr(errata_interdomain, "modal_attention", lambda *x, unit_gain: original(*x, unit_gain=False))
+    monkeypatch.setattr(
+        errata_interdomain,
+        "step_per_token",
+        lambda tokens, modes: impulses(tokens, modes, "legs", None, "bilinear")[-1],
+    )
+    failures = [row for row in errata_rows() if not row.passed]
+    assert [row.expect for row in failures] == ["above"] * 3
+    assert [row.mixer for row in failures] == ["interdomain_attention"] * 2 + ["interdomain_ideal"]
+
+
+def test_our_choices_that_failed_would_fail_their_rows(monkeypatch):
+    original = errata_interdomain.modal_attention
+    monkeypatch.setattr(errata_interdomain, "modal_attention", lambda *x, unit_gain: original(*x, unit_gain=True))
+    monkeypatch.setattr(errata_interdomain, "impulses", lambda tokens, modes, *x: [np.eye(modes, tokens) * (1 + 1e-7)])
+    failures = {row.mixer for row in errata_rows() if not row.passed and row.expect == "below"}
+    assert failures == {"interdomain_attention", "interdomain_ideal"}
 
 
 def test_folds_order_their_operands():

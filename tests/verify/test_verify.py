@@ -1,15 +1,19 @@
 """The mixers of jaxmix through `verify`, and what the options refuse."""
 
 import doctest
+import inspect
 import json
 
 import jax
 import numpy as np
 import pytest
 
+import jaxmix
+import jaxmix.mixers
 import jaxmix.verify
 from jaxmix.verify import MixerUnderTest, VerifyOptions, verify
 from jaxmix.verify.catalogue import catalogue
+from jaxmix.verify.options import CHECK_NAMES
 from jaxmix.verify.subject import Form, Subject, segment_layout
 
 
@@ -57,7 +61,7 @@ def test_the_report_says_what_was_run(report):
 def test_errata_alone_need_no_compilation():
     result = verify(VerifyOptions(checks=("errata",)))
     assert result.ok
-    assert {row.mixer for row in result.rows} == {"hla2", "ahla", "hla3"}
+    assert {row.mixer for row in result.rows} == {"hla2", "ahla", "hla3", "interdomain_attention", "interdomain_ideal"}
 
 
 def test_the_example_of_the_package_runs():
@@ -92,7 +96,45 @@ def test_the_catalogue_has_every_option_of_every_mixer():
         ("hla3", "exact mask"),
         ("hla3", "normalised"),
         ("hla3", "printed mask"),
+        ("gated_delta_rule", "plain"),
+        ("gated_delta_rule", "scale"),
+        ("delta_rule", "plain"),
+        ("delta_rule", "scale"),
+        ("ssd", "plain"),
+        ("s4d", "zoh"),
+        ("s4d", "bilinear"),
+        ("interdomain_attention", "zoh"),
+        ("interdomain_attention", "bilinear, conjugate"),
+        ("interdomain_attention", "normalised"),
+        ("interdomain_ideal", "legs, bilinear"),
+        ("interdomain_ideal", "legs, zoh"),
+        ("interdomain_ideal", "legt, bilinear"),
+        ("interdomain_ideal", "legt, zoh"),
     }
+
+
+def test_the_catalogue_has_every_recurrent_mixer():
+    others = {"softmax_attention", "natsl_attention"}
+    functions = {name for name, x in vars(jaxmix.mixers).items() if inspect.isfunction(x) and name in jaxmix.__all__}
+    assert {mixer.name for mixer in catalogue()} == functions - others
+
+
+def test_the_help_names_every_mixer_and_check():
+    assert VerifyOptions.__doc__
+    words = VerifyOptions.__doc__.replace(",", " ").replace(";", " ").split()
+    assert {mixer.name for mixer in catalogue()} | set(CHECK_NAMES) <= set(words)
+
+
+def test_a_quick_run_limits_an_entry_that_says_so_and_a_full_one_does_not():
+    mixer = MixerUnderTest(name="mine", function=None, make_inputs=dict, quick_checks=("forms", "split"))
+    assert mixer.checks(VerifyOptions()) == ("forms", "split")
+    assert mixer.checks(VerifyOptions(checks=("split", "packed"))) == ("split",)
+    assert mixer.checks(VerifyOptions(checks=("split", "packed"), full=True)) == ("split", "packed")
+    assert mixer.checks(VerifyOptions(full=True)) == CHECK_NAMES
+
+
+def test_a_quick_run_makes_every_check_on_an_entry_of_every_mixer():
+    assert {mixer.name for mixer in catalogue() if not mixer.quick_checks} == {mixer.name for mixer in catalogue()}
 
 
 @pytest.mark.parametrize("length", [8, 11, 12, 31])
@@ -131,7 +173,7 @@ def test_an_unknown_mixer_is_refused():
     ("changes", "message"),
     [
         ({"implementations": ("scan",)}, "implementations: expected"),
-        ({"implementations": ("serial", "pallas")}, "implementations: expected"),
+        ({"quick_checks": ("form",)}, "quick_checks: expected names among forms, .*, got form"),
         ({"make_inputs": {}}, "make_inputs: expected a function or a mapping with at least one"),
         ({"option": "a", "read_outs": ("b",)}, "option: expected none beside read_outs"),
     ],

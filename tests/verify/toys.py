@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxmix.mixers import linear_attention
 from jaxmix.operators import LinearSummary
-from jaxmix.verify import MixerUnderTest
-from jaxmix.verify.catalogue import mixer_inputs
+from jaxmix.verify import MixerUnderTest, key_value_operator
+from jaxmix.verify.inputs import mixer_inputs
 
 
 @jax.custom_vjp
@@ -113,4 +113,7 @@ def faulty_operator(fault=""):
 
     namespace = {"token_summary": LinearSummary.token_summary, "combine": combine, "identity": identity, "read": read}
     kind = type("Summary", (), {name: staticmethod(f) for name, f in namespace.items()})
-    return MixerUnderTest(name="linear attention", function=linear_attention, make_inputs=mixer_inputs, operator=kind)
+    operator = key_value_operator(kind)
+    return MixerUnderTest(
+        name="linear attention", function=linear_attention, make_inputs=mixer_inputs, operator=operator
+    )

@@ -19,14 +19,14 @@ EXPLICIT_TOKENS = 32
 def forms(subject: Subject) -> Iterator[Row]:
     """Outputs and final states: the ways to call the mixer, and the last of them with segments.
 
-    Unless `options.full`, the scan over tokens and further chunk sizes run for the last way only, and the ways between
-    the first and the last are compared in the serial form only (if there is an explicit sum to compare with).
+    Unless `options.full`, the last way alone runs in every form, and the others in the serial one (if there is an
+    explicit sum to compare it with).
     """
-    first, *_, last = [*subject.mixer.input_makers, *subject.mixer.input_makers]
+    last = list(subject.mixer.input_makers)[-1]
     for label in subject.mixer.input_makers:
         if label == last or subject.options.full:
             chosen = subject.forms
-        elif label == first or subject.mixer.brute_force is None:
+        elif subject.mixer.brute_force is None:
             chosen = subject.key_forms
         else:
             chosen = (subject.serial,)

@@ -15,12 +15,16 @@ from jaxmix.verify.subject import Form, Subject
 DIRECTIONS = 3
 STEP = 3e-4
 """Step of the finite differences, as a fraction of the size of the argument."""
+ROUNDING = 1e-12
 STENCIL = ((1.0, 8.0 / 12.0), (-1.0, -8.0 / 12.0), (2.0, -1.0 / 12.0), (-2.0, 1.0 / 12.0))
 """Central differences of fourth order: (offset, weight)."""
 
 
 def gradients(subject: Subject) -> Iterator[Row]:
-    """Gradients of a random weighting of outputs and final state, with an initial state, in float64."""
+    """Gradients of a random weighting of outputs and final state, with an initial state, in float64.
+
+    Unless `options.full`, those of the last read-out, and not of forms other than serial and scan.
+    """
     if subject.gradient_error is not None:
         raise subject.gradient_error
     inputs = subject.inputs()
@@ -41,12 +45,13 @@ def _rows(subject: Subject, option: str, arguments: Any, weights: Any) -> Iterat
         given = arguments["inputs"], None, arguments["initial_state"]
         return _named(subject.evaluate(form, *given, weights=weights, option=option)[1])
 
-    by_form = {form: gradient_of(form) for form in subject.key_forms}
+    others = subject.unsegmented_forms if subject.options.full else ()
+    by_form = {form: gradient_of(form) for form in (*subject.key_forms, *others)}
     for name, gradient in by_form[subject.serial].items():
         error = _finite_difference_error(loss, arguments, name, gradient, subject.options.seed)
         case = f"serial against finite differences: {name}"
         yield subject.row("gradients", case, error, FINITE_DIFFERENCE, option=option)
-    for form in subject.key_forms[1:]:
+    for form in list(by_form)[1:]:
         for name, gradient in by_form[subject.serial].items():
             error = relative_error(by_form[form][name], gradient)
             yield subject.row("gradients", f"{form.label} against serial: {name}", error, GRADIENT, option=option)
@@ -63,13 +68,20 @@ def _finite_difference_error(
 ) -> float:
     """Differences in random directions of one argument, against the gradient's inner products with them."""
     rng = np.random.default_rng([seed, 3])
-    step = STEP * (float(np.median(np.abs(_named(arguments)[name]))) or 1.0)
+    step = STEP * _typical_size(_named(arguments)[name])
     slopes, products = [], []
     for _ in range(DIRECTIONS):
         direction = step * rng.standard_normal(gradient.shape)
         slopes.append(sum(w * loss(_moved(arguments, name, offset * direction)) for offset, w in STENCIL))
         products.append(np.vdot(gradient, direction))
     return relative_error(np.asarray(products), np.asarray(slopes))
+
+
+def _typical_size(x: np.ndarray) -> float:
+    """The median size of the elements that are more than rounding errors, 1 where there is none."""
+    sizes = np.abs(x)
+    sizes = sizes[sizes > ROUNDING * sizes.max(initial=0.0)]
+    return float(np.median(sizes)) if sizes.size else 1.0
 
 
 def _moved(arguments: Any, name: str, by: np.ndarray) -> Any:

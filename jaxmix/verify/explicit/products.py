@@ -1,7 +1,7 @@
-"""Every mixer as the sum that defines it, in numpy float64.
+"""Linear attention, SSD and HLA as explicit sums, in numpy float64.
 
-These are the slow references: no recurrence, no state, no chunk. Each mixer is an explicit matrix A[t, j] (the weight
-of value j in output t), itself a sum over token pairs or triples, and then
+Each mixer is an explicit matrix A[t, j] (the weight of value j in output t), itself a sum over token pairs or triples,
+and then
 
     o_t = sum_j A[t, j] v_j,        den_t = sum_j A[t, j],        normalised: o_t / (den_t + eps).
 
@@ -35,6 +35,17 @@ def linear_attention(
     queries, keys, values, c = _by_head(q, k, v, log_decay)
     weights = c * _dots(queries, keys)
     return _read(weights, values, normalize=normalize, eps=eps)
+
+
+def ssd(x: ArrayLike, dt: ArrayLike, A: ArrayLike, B: ArrayLike, C: ArrayLike, D: ArrayLike | None = None) -> Float64:
+    """A[t, j] = c(j, t) dt_j (C_t . B_j), a_t = exp(dt_t A), values x [B, T, H, E], and D x_t beside the sum.
+
+    dt is [B, T, H], A and D [H], B and C [B, T, G, N]. Source: arXiv 2405.21060.
+    """
+    step, values = np.asarray(dt, np.float64), np.asarray(x, np.float64)
+    readouts, maps = (np.repeat(np.asarray(y), values.shape[2] // np.shape(y)[2], axis=2) for y in (C, B))
+    y = linear_attention(readouts, maps, step[..., None] * values, step * np.asarray(A, np.float64))
+    return y if D is None else y + np.asarray(D, np.float64)[:, None] * values
 
 
 def hla2(
