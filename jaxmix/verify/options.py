@@ -38,7 +38,7 @@ class VerifyOptions:
             all.
         full: Compile more: every check on every option, and every form with every way to call it. Otherwise gradients
             are those of one option for each state, other discretisations and formulas as printed are checked in their
-            outputs only, and other ways to call a mixer in its serial form.
+            outputs and operator only, and other ways to call a mixer in its serial form.
         details: Print every comparison instead of the worst one of each check.
         json: Print the report as JSON instead of a table.
     """

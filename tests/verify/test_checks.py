@@ -94,6 +94,15 @@ def test_a_mixer_without_segments_or_scan_is_checked_in_what_it_has():
     assert failed(toy("state of the token before", segments=False, implementations=("serial",)), "split")
 
 
+def test_any_other_form_is_compared_without_segments_and_its_gradient_in_a_full_run():
+    mixer = toy("no other segments", implementations=("serial", "other"))
+    report = verify_mixer(mixer, VerifyOptions(length=8, full=True))
+    assert report.ok, report.failures
+    cases = {row.case for row in report.rows}
+    assert {"other, float64: outputs", "other against serial: x", "other against serial: initial_state"} <= cases
+    assert not any("other" in row.case for row in report.rows if row.check in ("packed", "split"))
+
+
 OPERATOR_FAULTS = {
     "not associative": "right fold against left fold",
     "wrong order": "left fold against the serial final state",

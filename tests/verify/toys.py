@@ -25,6 +25,8 @@ def decayed_sum(x, *, segment_ids, initial_state, implementation, chunk_size, fa
     ids = jnp.ones((batch, length), jnp.int32) if segment_ids is None else segment_ids
     state = jnp.zeros((batch, size), x.dtype) if initial_state is None else initial_state
     scan = implementation == "scan"
+    if fault == "no other segments" and implementation == "other" and segment_ids is not None:
+        raise NotImplementedError("segments")
     if fault == "raises" and scan:
         raise RuntimeError("no scan today")
     if fault == "gradient" or (fault == "scan gradient" and scan):
