@@ -11,6 +11,7 @@ from jaxmix.nn import (
     LinearAttentionConfig,
     Mamba2Config,
     MixerConfig,
+    NAtSLConfig,
     S4DConfig,
     SoftmaxAttentionConfig,
 )
@@ -23,6 +24,7 @@ H = 2
 GDN = GatedDeltaNetConfig(heads=H)
 SOFTMAX = SoftmaxAttentionConfig(heads=H)
 NO_ROPE = dataclasses.replace(SOFTMAX, rope=False)
+NATSL = NAtSLConfig(heads=H, group=1, chunk_size=16)
 
 Layers = MixerConfig | tuple[MixerConfig, ...]
 MIXERS: dict[str, Layers] = {
@@ -38,6 +40,8 @@ MIXERS: dict[str, Layers] = {
     "softmax": SOFTMAX,
     "gdn-hybrid": (GDN, GDN, GDN, SOFTMAX),
     "gdn-hybrid-no-rope": (GDN, GDN, GDN, NO_ROPE),
+    "natsl": dataclasses.replace(NATSL, rope=True),
+    "natsl-hybrid": (GDN, GDN, GDN, NATSL),
 }
 CONTROLS: dict[str, Layers] = {
     "softmax-conv": dataclasses.replace(SOFTMAX, conv_width=4),
@@ -87,6 +91,8 @@ def model(name: str, size: Size, *, vocabulary: int, length: int) -> DecoderConf
 
 
 def _fitted(mixer: MixerConfig, heads: int, length: int) -> MixerConfig:
-    """The mixer with so many heads, and a cache of `length` slots if it has one."""
+    """The mixer with so many heads, and a cache with room for `length` tokens if it has one."""
     mixer = dataclasses.replace(mixer, heads=heads)
+    if isinstance(mixer, NAtSLConfig):
+        return dataclasses.replace(mixer, capacity=heads * -(-length // mixer.chunk_size))
     return dataclasses.replace(mixer, capacity=length) if isinstance(mixer, SoftmaxAttentionConfig) else mixer

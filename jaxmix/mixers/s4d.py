@@ -189,10 +189,9 @@ def s4d(
         arrays = (None, None, x, None, segment_ids, initial_state, parameters)
         y, state = run_checked(mixer, sizes, form, arrays, None, chunk_size, sequence_axis)
     if D is not None:
-        direct = D.astype(sizes.dtype)[:, None] * x.astype(sizes.dtype)
-        if segment_ids is not None:
-            direct = jnp.where((segment_ids != 0)[..., None, None], direct, 0)
-        y = y + direct.astype(y.dtype)
+        # Cleared before the product: the gradient of D would be 0 times NaN.
+        real = x if segment_ids is None else jnp.where((segment_ids != 0)[..., None, None], x, 0)
+        y = y + (D.astype(sizes.dtype)[:, None] * real.astype(sizes.dtype)).astype(y.dtype)
     return y, state
 
 

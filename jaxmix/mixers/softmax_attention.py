@@ -249,7 +249,7 @@ def _attend_by_library(q: Array, k: Array, v: Array, mask: Array | None, *, scal
     size = -(-max(q.shape[-1], value_size) // 8) * 8 if _on_cuda() else max(q.shape[-1], value_size)
     dtype = jnp.result_type(q, k, v)
     q, k, v = (jnp.pad(x.astype(dtype), [(0, 0)] * 3 + [(0, size - x.shape[-1])]) for x in (q, k, v))
-    lengths_fit = mask is None or (q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0)
+    lengths_fit = q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0
     cudnn = _on_cuda() and dtype == jnp.bfloat16 and size <= 128 and lengths_fit
     with jax.default_matmul_precision("highest"):
         out = jax.nn.dot_product_attention(

@@ -19,10 +19,9 @@ from jaxmix.arrays import (
     from_numpy,
     is_concrete,
 )
-from jaxmix.mixers.chunking import Chunks, split_chunks
-from jaxmix.mixers.decay import LogDecay
+from jaxmix.mixers.chunking import Chunks
 from jaxmix.mixers.dispatch import Implementation, choose
-from jaxmix.mixers.inputs import Inputs, Sizes
+from jaxmix.mixers.inputs import Sizes
 from jaxmix.mixers.linear_attention import LinearSummary, outer
 from jaxmix.mixers.recurrence import Recurrence, run_checked
 from jaxmix.mixers.segments import check_segment_ids
@@ -40,49 +39,6 @@ class SSDState(KeyValueState):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Steps(LogDecay):
-    """Accumulated log decays that are differentiated as what they are, sums of the steps between two tokens.
-
-    As differences of prefix sums they would give each step the difference of two sums over pairs of tokens, which keeps
-    the rounding of all pairs where the step decays to nothing; and the gradient of A weighs such steps most.
-    """
-
-    steps: Array
-    """The log decay of every token, [B, N, G, C]."""
-
-    def to_end(self) -> Array:
-        return _sum_to_end(self.steps, super().to_end())
-
-    def since(self, earlier: LogDecay) -> Array:
-        return _sum_between(self.steps, super().since(earlier))
-
-
-@jax.custom_jvp
-def _sum_to_end(steps: Array, sums: Array) -> Array:
-    """`sums` [..., s] of the steps r > s."""
-    return sums
-
-
-@_sum_to_end.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    later = jnp.tri(primals[1].shape[-1], k=-1, dtype=primals[1].dtype)
-    return primals[1], einsum("rs,...r->...s", later, tangents[0])
-
-
-@jax.custom_jvp
-def _sum_between(steps: Array, sums: Array) -> Array:
-    """`sums` [..., t, s] of the steps r with s < r <= t."""
-    return sums
-
-
-@_sum_between.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    up_to = jnp.tri(primals[1].shape[-1], dtype=primals[1].dtype)
-    later = jnp.tri(len(up_to), k=-1, dtype=jnp.bool_)
-    return primals[1], einsum("tr,...rs->...ts", up_to, jnp.where(later, tangents[0][..., :, None], 0))
-
-
-@dataclasses.dataclass(frozen=True)
 class _SSD(Recurrence):
     name = "ssd"
     state = SSDState
@@ -94,13 +50,6 @@ class _SSD(Recurrence):
     def step(self, state: Any, q: Array, k: Array, v: Array, a: Array) -> tuple[Any, Any]:
         state = SSDState(a[..., None, None] * state.P + outer(k, v))
         return state, self.read(SSDState(state.P[:, :, None]), q)
-
-    def cut(self, inputs: Inputs, size: int, sequence_axis: str | None) -> Chunks:
-        chunks = super().cut(inputs, size, sequence_axis)
-        assert inputs.log_decay is not None
-        assert chunks.log_decay is not None
-        steps = split_chunks(inputs.log_decay[..., None], size)[..., 0]
-        return dataclasses.replace(chunks, log_decay=_Steps(chunks.log_decay.high, chunks.log_decay.low, steps))
 
     def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         q = q[:, :, :, 0]

@@ -104,6 +104,13 @@ class TestS4D(ModalErrors, MixerContract):
         with_path, _ = self.spec.call(self.spec.main, SERIAL, inputs | {"D": D}, ids)
         expected = jnp.where(ids[..., None, None] != 0, D[:, None] * inputs["x"], 0)
         np.testing.assert_allclose(with_path - plain, expected, atol=1e-6)
+        spoilt = inputs | {"x": jnp.where(ids[..., None, None] != 0, inputs["x"], jnp.nan)}
+
+        def total(D):
+            return jnp.sum(self.spec.call(self.spec.main, SERIAL, spoilt | {"D": D}, ids)[0])
+
+        gradient = jnp.sum(jnp.where(ids[..., None, None] != 0, inputs["x"], 0), axis=(0, 1, 3))
+        np.testing.assert_allclose(jax.grad(total)(D), gradient, rtol=1e-5)
 
     def test_poles_that_grow_and_steps_that_are_not_positive(self):
         inputs = self.correct_call()

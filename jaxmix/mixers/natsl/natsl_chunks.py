@@ -20,6 +20,8 @@ def run_chunked(
     options: NAtSLOptions, inputs: NAtSLInputs, choice: Array, layout: ChunkLayout, state: NAtSLState | None
 ) -> tuple[Any, NAtSLState]:
     """Both outputs [B, T, heads, size] and the final state; `state` is None for new streams."""
+    # A chunk that is not full needs no choice, so what stands there may be anything.
+    choice = jnp.where(layout.complete[..., None, None], choice, 0)
     linear, after = _linear_branch(options, inputs, choice, layout, state)
     softmax, after = _softmax_branch(options, inputs, choice, layout, state, after)
     return (layout.restore(linear), layout.restore(softmax)), after

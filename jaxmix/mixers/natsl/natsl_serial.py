@@ -47,7 +47,7 @@ def _packed_step(
     options: NAtSLOptions, token: NAtSLInputs, choice: Array, valid: Array, reset: Array, state: NAtSLState
 ) -> tuple[Any, NAtSLState]:
     state = state.reset(reset)
-    out, after = _step(options, token, choice, state)
+    out, after = _step(options, token, jnp.where(valid[:, None, None], choice, 0), state)
     return out, jax.tree.map(lambda a, b: jnp.where(expand_to(valid, a.ndim), a, b), after, state)
 
 
@@ -72,7 +72,7 @@ def _step(options: NAtSLOptions, token: NAtSLInputs, choice: Array, state: NAtSL
     softmax = _attend_token(options, token.q_softmax, own_k, own_v, state)
 
     full = state.filled + 1 == options.chunk_size
-    committed = base + choice[..., 1, None, None] * (working - base)
+    committed = base + jnp.where(full[:, None], choice[..., 1], 1)[..., None, None] * (working - base)
     S_cur = jnp.where(full[:, None, None, None], committed, working)
     after = dataclasses.replace(
         state,

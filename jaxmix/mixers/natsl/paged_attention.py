@@ -147,8 +147,9 @@ def _backward(options: PagedOptions, saved: Any, cotangents: tuple[Array, Array]
         """The page's keys, exp(s - lse), that times the cotangent of s at weight 1, and its sum over all pairs."""
         k, v = (_take_page(x, lists.page[..., place]) for x in (arrays.page_k, arrays.page_v))
         logits = einsum("bhgncd,bhgsd->bhgncs", q, k) - shift
-        logits = jnp.where(_visible(lists, place, places.document), jnp.minimum(logits, 0) if cap else logits, -jnp.inf)
-        p = jnp.exp(logits)
+        if cap:
+            logits = jnp.where(seen[..., None], jnp.minimum(logits, 0), 0)
+        p = jnp.exp(jnp.where(_visible(lists, place, places.document), logits, -jnp.inf))
         pull = p * (einsum("bhgnce,bhgse->bhgncs", d_out, v) - d_shift)
         return k, p, pull, jnp.sum(pull, axis=(2, 3, 4, 5))
 
