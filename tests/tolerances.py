@@ -34,6 +34,9 @@ STRONG_DECAY_FLOOR = 1e-2
 """Smallest RMS that errors under strong decay are relative to. What decays to nothing (G = S C - F, the gradient of
 log_decay) is then the difference of numbers of size one and keeps their rounding: 2e-7 in float32, 1e-12 in float64."""
 
+ROUTER_GRADIENT = 1e-9
+"""float64 gradient of a router's choice against autodiff of the soft mask: sums over all later tokens."""
+
 
 def rms_ratio(actual, expected, floor: float = 0.0) -> float:
     """Returns ||actual - expected|| / ||expected||; 0 when both are zero, infinite when only `expected` is.

@@ -1,0 +1,379 @@
+"""Chunks that begin with their documents, streams cut anywhere, and pages that are shared by heads."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmix.mixers.natsl import ChunkLayout, NAtSLState, count_chunks, natsl_attention
+from jaxmix.mixers.segments import find_segments
+from tests.contract.agreement import F64
+from tests.contract.packing import documents
+from tests.contract.spec import precision
+from tests.mixers.natsl import (
+    BATCH,
+    CAPACITY,
+    CHUNK,
+    GROUP,
+    HEADS,
+    TOKENS,
+    chunk_pairs,
+    cleared,
+    draw_call,
+    draw_inputs,
+    earlier_state,
+    evaluate,
+    evaluate_parts,
+    fresh_state,
+    softmax_first,
+    token_chunks,
+)
+from tests.nn.layers import floats
+from tests.tolerances import FORMS, assert_close, assert_same_bits
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["serial", "scan"])
+ONE = np.ones((BATCH, TOKENS), np.int32)
+INSIDE = np.array([[1] * 9 + [2] * 13, [1] * 3 + [2] * 19], np.int32)
+LAYOUTS = {
+    "two documents": INSIDE,
+    "documents of whole chunks": [[1] * 8 + [2] * 14, [1] * 2 + [2] * 20],
+    "documents of one token": [[*range(1, 7), *[9] * 16], [1, 2] + [3] * 19 + [4]],
+    "an id that comes back": [[1] * 8 + [2] * 8 + [1] * 6, [2, 1] * 3 + [2] * 16],
+    "padding in front": [[0] * 7 + [1] * 15, [0] * 21 + [4]],
+    "padding at the end": [[1] * 17 + [0] * 5, [1] + [0] * 21],
+    "padding between and inside": [[1] * 6 + [0] * 5 + [1] * 7 + [2] * 4, [0] + [1] * 9 + [0] * 8 + [2] * 3 + [0]],
+    "nothing but padding": [[0] * 22, [1] * 5 + [2] * 17],
+}
+"""Rows of at most seven documents, which the state's open chunks of three and two tokens continue."""
+DOCUMENTS = 7
+FLOATS = ("S_start", "S_cur", "log_decay", "own_k", "own_v", "page_k", "page_v", "weight")
+
+
+def packed_call(ids):
+    """A call that continues two streams, with room for seven documents; no cotangents where no token waits."""
+    call = draw_call(np.array(ids), state=earlier_state(), max_documents=DOCUMENTS)
+    waiting = (
+        np.arange(CHUNK) < np.array([left_open(*row) for row in zip(ids, call.state.filled, strict=True)])[:, None]
+    )
+    cotangent = dataclasses.replace(call.state, **dict(zip(FLOATS, call.state_cotangent, strict=True)))
+    own = {name: np.where(waiting[..., None, None], getattr(cotangent, name), 0) for name in ("own_k", "own_v")}
+    return call._replace(state_cotangent=floats(dataclasses.replace(cotangent, **own)))
+
+
+def left_open(ids, filled):
+    """Tokens that wait in the open chunk after a row."""
+    found = documents(ids)
+    if not found:
+        return filled
+    return (len(found[-1]) + (filled if len(found) == 1 else 0)) % CHUNK
+
+
+def run(call, implementation):
+    return evaluate(call, implementation, max_documents=DOCUMENTS)
+
+
+def turns(ids):
+    """The documents of both rows in turn, as masks [B, T]."""
+    rows = [documents(row) for row in ids]
+    masks = []
+    for turn in range(max(map(len, rows))):
+        masks.append(np.zeros((BATCH, TOKENS), bool))
+        for row, found in enumerate(rows):
+            if turn < len(found):
+                masks[-1][row, found[turn]] = True
+    return masks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("continued", [False, True], ids=["new", "continued"])
+def test_chunks_begin_where_their_documents_begin(layout, continued):
+    ids, filled = np.array(LAYOUTS[layout]), np.array([3, 2]) * continued
+    chunks = count_chunks(TOKENS, CHUNK, packed=True, continued=continued, max_documents=DOCUMENTS)
+    segments = find_segments(jnp.asarray(ids, jnp.int32))
+    made = ChunkLayout.of(BATCH, TOKENS, CHUNK, chunks, segments, jnp.asarray(filled, jnp.int32) if continued else None)
+    x = np.arange(1.0, 1 + BATCH * TOKENS).reshape(BATCH, TOKENS)
+    aligned = np.asarray(made.align(jnp.asarray(x), -jnp.ones((BATCH, CHUNK))))
+    for row in range(BATCH):
+        expected = token_chunks(ids[row], filled[row])
+        assert np.array_equal(np.where(ids[row] == 0, -1, made.chunk[row]), expected)
+        waiting = aligned[row, 0, : filled[row]]
+        assert np.array_equal(waiting, [-1.0] * filled[row])
+        for chunk in range(chunks):
+            slots = aligned[row, chunk][np.asarray(made.valid[row, chunk])]
+            assert np.array_equal(slots[slots > 0], x[row, expected == chunk])
+        assert made.last[row] == max(expected.max(), 0)
+    assert np.array_equal(made.complete, np.asarray(made.valid).all(axis=-1))
+    assert np.array_equal(made.restore(jnp.asarray(aligned)), np.where(ids == 0, 0, x))
+
+
+def test_count_chunks():
+    assert count_chunks(22, 4, packed=False, continued=False) == 6
+    assert count_chunks(24, 4, packed=False, continued=False) == 6
+    assert count_chunks(22, 4, packed=False, continued=True) == 7
+    assert count_chunks(22, 4, packed=True, continued=False, max_documents=3) == 8
+    assert count_chunks(22, 4, packed=True, continued=False) == 11
+    assert count_chunks(5, 4, packed=True, continued=True, max_documents=9) == 5
+    assert count_chunks(1, 4, packed=True, continued=True) == 1
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("ids", [ONE, INSIDE], ids=["one document", "two documents"])
+def test_any_split_equals_one_pass_with_every_gradient(ids, implementation):
+    call = packed_call(ids)
+    expected = run(call, "serial")
+    place = np.arange(TOKENS)
+    # Every length modulo the chunk size, and another in each row.
+    for first, second in [(1, 10), (4, 5), (6, 15), (11, 8), (21, 20)]:
+        early = place < [[first], [second]]
+        actual = evaluate_parts(call, [early, ~early], implementation, max_documents=DOCUMENTS)
+        assert_close(actual, expected, FORMS[F64], f"{first} and {second} tokens")
+
+
+def test_many_parts_in_both_forms_equal_one_pass_with_every_gradient():
+    call = packed_call(INSIDE)
+    borders = [0, 1, 4, 7, 8, 14, 19, 22]
+    place = np.broadcast_to(np.arange(TOKENS), (BATCH, TOKENS))
+    parts = [(place >= a) & (place < b) for a, b in itertools.pairwise(borders)]
+    for implementation in ("scan", "serial"):
+        actual = evaluate_parts(call, parts, implementation, max_documents=DOCUMENTS)
+        assert_close(actual, run(call, "serial"), FORMS[F64], implementation)
+
+
+@IMPLEMENTATIONS
+def test_single_tokens_in_arrays_of_their_own(implementation):
+    call = packed_call(ONE)
+    expected = run(call, implementation)
+    state, results = call.state, []
+    for t in range(TOKENS):
+        (row, _, first), (_, _, second) = list(chunk_pairs(call, np.where(np.arange(TOKENS) == t, 1, 0) * ONE, state))
+        choice = np.stack([call.inputs["choice"][row, first], call.inputs["choice"][1, second]])
+        inputs = {name: x[:, t : t + 1] for name, x in call.inputs.items()} | {"choice": choice}
+        out = tuple(x[:, t : t + 1] for x in call.out_cotangent)
+        results.append(call._replace(inputs=inputs, segment_ids=None, out_cotangent=out, state=state))
+        state = evaluate(results[-1], None).state
+    assert_close(state, expected.state, FORMS[F64])
+    cotangent, gradients = call.state_cotangent, {name: [] for name in call.inputs}
+    outs = []
+    for piece in reversed(results):
+        result = evaluate(piece._replace(state_cotangent=cotangent), None)
+        cotangent = result.state_gradient
+        outs.insert(0, result.out)
+        for name, gradient in result.gradients.items():
+            gradients[name].insert(0, gradient)
+    assert_close(tuple(np.concatenate(x, axis=1) for x in zip(*outs, strict=True)), expected.out, FORMS[F64])
+    assert_close(cotangent, expected.state_gradient, FORMS[F64])
+    for name in gradients.keys() - {"choice"}:
+        assert_close(np.concatenate(gradients[name], axis=1), expected.gradients[name], FORMS[F64], name)
+    total = np.zeros_like(call.inputs["choice"])
+    for row in range(BATCH):
+        chunk = token_chunks(ONE[row], call.state.filled[row])
+        np.add.at(total[row], chunk, np.concatenate(gradients["choice"], axis=1)[row])
+    assert_close(total, expected.gradients["choice"], FORMS[F64])
+
+
+def test_parts_in_arrays_of_their_own_equal_one_pass():
+    inputs = draw_inputs(np.random.default_rng(0))
+    routed = np.random.default_rng(1).random((BATCH, 6, HEADS)) < 0.5
+    options = {"chunk_size": CHUNK, "capacity": CAPACITY}
+    with precision():
+        inputs = jax.tree.map(jnp.asarray, inputs)
+        expected, final = natsl_attention(**inputs, choice=jnp.asarray(softmax_first(routed)), **options)
+        for length in (5, 8):
+            parts = [jax.tree.map(lambda x, at=at: x[:, at], inputs) for at in (slice(length), slice(length, None))]
+            first, state = natsl_attention(
+                **parts[0], choice=jnp.asarray(softmax_first(routed[:, : -(-length // CHUNK)])), **options
+            )
+            chunks = count_chunks(TOKENS - length, CHUNK, packed=False, continued=True)
+            rest = np.pad(routed[:, length // CHUNK :], [(0, 0), (0, chunks), (0, 0)])[:, :chunks]
+            second, state = natsl_attention(
+                **parts[1], choice=jnp.asarray(softmax_first(rest)), initial_state=state, **options
+            )
+            joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
+            assert_close(joined, expected, FORMS[F64])
+            assert_close(state, final, FORMS[F64])
+
+
+def test_every_gradient_of_scan_is_that_of_serial_from_any_state():
+    for name, ids in LAYOUTS.items():
+        call = packed_call(ids)
+        assert_close(run(call, "scan"), run(call, "serial"), FORMS[F64], name)
+
+
+@IMPLEMENTATIONS
+def test_packed_equals_separate_with_every_gradient(implementation):
+    for name, ids in LAYOUTS.items():
+        call = packed_call(ids)
+        expected = evaluate_parts(call, turns(call.segment_ids), implementation, separate=True, max_documents=DOCUMENTS)
+        assert_close(run(call, implementation), expected, FORMS[F64], name)
+
+
+@IMPLEMENTATIONS
+def test_what_stands_in_padding_does_not_move_a_bit(implementation):
+    for name, ids in LAYOUTS.items():
+        call = packed_call(ids)
+        padded = call.segment_ids == 0
+        results = []
+        for value in (0.0, np.nan, -np.inf):
+            inputs = {
+                name: x if name == "choice" else np.where(padded.reshape(*padded.shape, *[1] * (x.ndim - 2)), value, x)
+                for name, x in call.inputs.items()
+            }
+            results.append(run(call._replace(inputs=inputs), implementation))
+        assert_same_bits(results[1], results[0], name)
+        assert_same_bits(results[2], results[0], name)
+        for x in (*results[0].out, *(g for name, g in results[0].gradients.items() if name != "choice")):
+            assert not np.any(x[padded])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("factor", [-3.0, 1e6])
+def test_changing_one_document_does_not_move_the_next_by_a_bit(implementation, factor):
+    call = packed_call([[1] * 11 + [2] * 11, [1] * 3 + [0] * 8 + [2] * 11])
+    inputs = {name: np.array(x) for name, x in call.inputs.items()}
+    for name in inputs.keys() - {"choice"}:
+        inputs[name][:, :11] *= 2.0 if name in ("log_decay", "beta") else factor
+    before, after = run(call, implementation), run(call._replace(inputs=inputs), implementation)
+    assert_same_bits([x[:, 11:] for x in after.out], [x[:, 11:] for x in before.out])
+    assert_same_bits(after.state, before.state)
+    for name in inputs.keys() - {"choice"}:
+        assert_same_bits(after.gradients[name][:, 11:], before.gradients[name][:, 11:], name)
+    for row, ids in enumerate(call.segment_ids):
+        own = np.unique(token_chunks(ids, call.state.filled[row])[11:])
+        assert_same_bits(after.gradients["choice"][row, own], before.gradients["choice"][row, own])
+
+
+@IMPLEMENTATIONS
+def test_a_document_gets_no_gradient_from_the_next(implementation):
+    call = packed_call([[1] * 11 + [2] * 11] * BATCH)
+    cotangent = tuple(np.where(np.arange(TOKENS)[:, None, None] < 11, 0, x) for x in call.out_cotangent)
+    result = run(call._replace(out_cotangent=cotangent), implementation)
+    for name in result.gradients.keys() - {"choice"}:
+        assert not np.any(result.gradients[name][:, :11]), name
+    assert not any(np.any(x) for x in result.state_gradient)
+    for row, ids in enumerate(call.segment_ids):
+        assert not np.any(result.gradients["choice"][row, : token_chunks(ids, call.state.filled[row])[11]])
+
+
+def test_a_broken_document_does_not_reach_the_next():
+    call = packed_call([[1] * 11 + [2] * 11] * BATCH)
+    before = run(call, "serial")
+    for value in (np.inf, np.nan):
+        inputs = {name: np.array(x) for name, x in call.inputs.items()}
+        for name in ("q", "k", "v", "q_softmax", "k_softmax", "v_softmax"):
+            inputs[name][:, :11] = value
+        after = run(call._replace(inputs=inputs), "serial")
+        assert_same_bits([x[:, 11:] for x in after.out], [x[:, 11:] for x in before.out])
+        assert_same_bits(after.state, before.state)
+
+
+def test_pages_hold_the_chunks_that_each_head_keeps():
+    call = draw_call(ONE, state=fresh_state(), max_documents=DOCUMENTS)
+    state = run(call, "scan").state
+    for row in range(BATCH):
+        for head in range(HEADS):
+            kept = np.flatnonzero(call.inputs["choice"][row, : TOKENS // CHUNK, head, 0])
+            assert state.count[row, head] == len(kept)
+            for place, chunk in enumerate(kept):
+                page = state.table[row, head, place]
+                for name, pages in (("k_softmax", state.page_k), ("v_softmax", state.page_v)):
+                    heads = slice(GROUP * head, GROUP * (head + 1))
+                    tokens = call.inputs[name][row, CHUNK * chunk : CHUNK * (chunk + 1), heads]
+                    assert np.array_equal(pages[row, page], tokens.swapaxes(0, 1))
+                assert state.weight[row, page] == 1
+        used = np.concatenate([state.table[row, head, : state.count[row, head]] for head in range(HEADS)])
+        assert sorted(used) == list(range(state.used[row]))
+    assert np.array_equal(state.filled, [2, 2])
+    assert np.array_equal(state.own_k[:, :2], call.inputs["k_softmax"][:, 20:])
+    assert not np.any(state.own_k[:, 2:])
+
+
+def test_reset_starts_only_the_named_streams_anew():
+    state = earlier_state()
+    with precision():
+        reset = jax.device_get(jax.tree.map(jnp.asarray, state).reset(jnp.array([True, False])))
+        broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == np.float64 else x, state)
+        mended = jax.device_get(broken.reset(jnp.array([True, False])))
+    assert_same_bits(reset, cleared(state, np.array([True, False])))
+    for actual, fresh in zip(jax.tree.leaves(mended), jax.tree.leaves(fresh_state()), strict=True):
+        assert np.array_equal(actual[0], fresh[0])
+
+
+def test_a_state_is_a_frozen_dataclass_and_a_pytree():
+    state = fresh_state()
+    assert [f.name for f in dataclasses.fields(state) if getattr(state, f.name).dtype == np.float64] == list(FLOATS)
+    assert isinstance(state, NAtSLState)
+    assert len(jax.tree.leaves(state)) == len(dataclasses.fields(state))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.filled = state.used
+
+
+def call_with(capacity, routed, state=None, seed=0, tokens=8):
+    """A call of two chunks in float32; `routed` [H] is what its heads choose."""
+    inputs = {name: jnp.asarray(x, jnp.float32) for name, x in draw_inputs(np.random.default_rng(seed), tokens).items()}
+    chunks = count_chunks(tokens, CHUNK, packed=False, continued=state is not None)
+    choice = jnp.asarray(softmax_first(np.broadcast_to(routed, (BATCH, chunks, HEADS))), jnp.float32)
+    return natsl_attention(**inputs, choice=choice, chunk_size=CHUNK, capacity=capacity, initial_state=state)
+
+
+def test_one_head_may_fill_all_pages():
+    _, state = call_with(4, [True, False])
+    _, state = call_with(4, [True, False], state)
+    assert np.array_equal(state.count, [[4, 0]] * BATCH)
+    assert np.array_equal(state.used, [4] * BATCH)
+    (_, softmax), _ = call_with(4, [False, False], state)
+    assert np.all(np.isfinite(softmax))
+
+
+def test_more_pages_than_there_is_room_for_are_an_error_where_that_is_known():
+    with pytest.raises(ValueError, match=r"^capacity: expected room for 4 pages .*, got 3$"):
+        call_with(3, [True, True])
+    _, state = call_with(3, [True, False])
+    with pytest.raises(ValueError, match=r"^capacity: expected room for 4 pages .*, got 3$"):
+        call_with(3, [True, False], state)
+
+
+@pytest.mark.parametrize(("routed", "lost"), [((True, False), False), ((True, True), True)])
+def test_in_compiled_code_later_softmax_outputs_are_nan_and_nothing_else(routed, lost):
+    @jax.jit
+    def two_calls():
+        first, state = call_with(3, routed)
+        second, _ = call_with(3, [False, False], state, seed=1)
+        return first, second, state.used
+
+    first, second, used = two_calls()
+    assert np.array_equal(used, [2 * sum(routed)] * BATCH)
+    assert all(np.all(np.isfinite(x)) for x in (*first, second[0]))
+    assert np.array_equal(np.isnan(second[1]), np.full(second[1].shape, lost))
+
+
+def test_capacity_grows_with_the_state_in_use():
+    call = packed_call(ONE)
+    expected = run(call, "scan")
+    grown = evaluate(call._replace(state_cotangent=None), "scan", max_documents=DOCUMENTS, capacity=CAPACITY + 3)
+    assert grown.state.capacity == CAPACITY + 3
+    assert_same_bits(grown.out, expected.out)
+    for field in dataclasses.fields(grown.state):
+        old = getattr(expected.state, field.name)
+        new = getattr(grown.state, field.name)[tuple(slice(size) for size in old.shape)]
+        assert_same_bits(new, old, field.name)
+    with pytest.raises(ValueError, match=rf"capacity: expected at least the {CAPACITY} pages of initial_state, got 3"):
+        evaluate(call, "scan", max_documents=DOCUMENTS, capacity=3)
+
+
+@IMPLEMENTATIONS
+def test_tokens_of_documents_that_do_not_fit_are_nan_and_the_others_right(implementation):
+    # With room for two documents: 22 tokens in 7 chunks. The first row needs 6 + 1, the second 2 + 5 chunks of 8.
+    ids = [[1] * 9 + [2] * 13, [1, 2, 3, 4, 5, 6] + [7] * 16]
+    few, many = (draw_call(ids, max_documents=n) for n in (2, DOCUMENTS))
+    few.inputs["choice"][:] = many.inputs["choice"][:, : few.inputs["choice"].shape[1]]
+    chunks = few.inputs["choice"].shape[1]
+    actual = evaluate(few, implementation, max_documents=2).out
+    expected = evaluate(many, implementation, max_documents=DOCUMENTS).out
+    lost = np.array([token_chunks(row) >= chunks for row in np.array(ids)])
+    assert lost.any(axis=1).tolist() == [False, True]
+    for a, b in zip(actual, expected, strict=True):
+        assert np.all(np.isnan(a[lost]))
+        assert_close(a[~lost], b[~lost], FORMS[F64])
