@@ -237,7 +237,9 @@ def complete_chunks(call: Call):
 def cut(call: Call, part, state) -> Call:
     """The tokens of `part`, bool [B, T], with everything else NaN and padding, continuing `state`."""
     inputs = {
-        name: x if name == "choice" else np.where(part.reshape(*part.shape, *[1] * (x.ndim - 2)), x, np.nan)
+        name: x
+        if x is None or name == "choice"
+        else np.where(part.reshape(*part.shape, *[1] * (x.ndim - 2)), x, np.nan)
         for name, x in call.inputs.items()
     }
     ids = np.where(part, call.segment_ids, 0)
@@ -273,13 +275,14 @@ def evaluate_parts(call: Call, parts, implementation, *, separate=False, **optio
         state = evaluate(pieces[-1], implementation, **options).state
     final, cotangent = state, call.state_cotangent
     out = [np.zeros_like(x) for x in call.out_cotangent]
-    gradients = {name: np.zeros_like(x) for name, x in call.inputs.items()}
+    gradients = {name: None if x is None else np.zeros_like(x) for name, x in call.inputs.items()}
     for piece, fresh in zip(reversed(pieces), reversed(anew), strict=True):
         result = evaluate(piece._replace(state_cotangent=cotangent), implementation, **options)
         cotangent = cleared(result.state_gradient, fresh)
         out = [a + b for a, b in zip(out, result.out, strict=True)]
         for name in gradients.keys() - {"choice"}:
-            gradients[name] += result.gradients[name]
+            if gradients[name] is not None:
+                gradients[name] += result.gradients[name]
         for row, of_part, of_call in chunk_pairs(call, piece.segment_ids, piece.state):
             for one, other in sorted(set(zip(of_part.tolist(), of_call.tolist(), strict=True))):
                 gradients["choice"][row, other] += result.gradients["choice"][row, one]

@@ -51,10 +51,10 @@ def choose(call, routed):
     return call._replace(inputs=call.inputs | {"choice": softmax_first(routed)})
 
 
-def assert_is_the_definition(call, options, **sizes):
+def assert_is_the_definition(call, options, forms=("serial", "scan"), **sizes):
     out, gradients = differentiate_definition(call, **options)
     soft, choice = gradients.pop("choice"), call.inputs["choice"]
-    for implementation in ("serial", "scan"):
+    for implementation in forms:
         actual = evaluate(call, implementation, **options, **sizes)
         router = actual.gradients.pop("choice")
         assert_close(actual.out, out, FORMS[F64], implementation)
@@ -69,6 +69,21 @@ def assert_is_the_definition(call, options, **sizes):
 def test_outputs_and_every_gradient_are_those_of_the_definition(options, replaced):
     call = draw_call()
     assert_is_the_definition(call._replace(inputs=call.inputs | replaced), options)
+
+
+@pytest.mark.parametrize("length", [3, 8])
+def test_sequences_of_few_chunks(length):
+    assert_is_the_definition(draw_call(tokens=length), {}, forms=["scan"])
+
+
+def test_chunks_of_one_token():
+    call = draw_call(tokens=6)
+    routed = np.random.default_rng(0).random((BATCH, 6, HEADS)) < 0.5
+    call = call._replace(inputs=call.inputs | {"choice": softmax_first(routed)})
+    actual, expected = (evaluate(call, form, chunk_size=1) for form in ("scan", "serial"))
+    assert_close(actual, expected, FORMS[F64])
+    assert np.all(np.any(actual.gradients["choice"][:, :5] != 0, axis=-1))
+    assert not np.any(actual.gradients["choice"][:, 5])
 
 
 def test_packed_documents_each_by_the_definition():

@@ -132,6 +132,42 @@ def test_any_split_equals_one_pass_with_every_gradient(ids, implementation):
         assert_close(actual, expected, FORMS[F64], f"{first} and {second} tokens")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"own_chunk": "softmax", "decay_through_softmax": False},
+        {"own_chunk": "linear", "rule": "ssd"},
+    ],
+    ids=["softmax, no decay through softmax", "linear, ssd"],
+)
+def test_streams_continue_with_every_option(options):
+    call = packed_call(INSIDE)
+    if "rule" in options:
+        call = call._replace(inputs=call.inputs | {"beta": None})
+    expected = evaluate(call, "serial", max_documents=DOCUMENTS, **options)
+    assert_close(evaluate(call, "scan", max_documents=DOCUMENTS, **options), expected, FORMS[F64])
+    early = np.arange(TOKENS) < [[7], [15]]
+    actual = evaluate_parts(call, [early, ~early], "scan", max_documents=DOCUMENTS, **options)
+    assert_close(actual, expected, FORMS[F64])
+
+
+def test_counterfactual_gradients_of_the_linear_branch_are_exact_over_parts():
+    call = packed_call(INSIDE)
+    options = {"max_documents": DOCUMENTS, "counterfactual_router_grad": True}
+    whole = evaluate(call, "scan", **options)
+    early = np.arange(TOKENS) < [[7], [15]]
+    parts = evaluate_parts(call, [early, ~early], "scan", **options)
+    plain = run(call, "scan")
+    assert_same_bits(whole._replace(gradients={}), plain._replace(gradients={}))
+    chosen = call.inputs["choice"] == 1
+    choices = [result.gradients.pop("choice") for result in (whole, parts, plain)]
+    assert_close(whole.gradients, plain.gradients, FORMS[F64])
+    assert_close(parts.gradients, plain.gradients, FORMS[F64])
+    assert_close(choices[0][chosen], choices[2][chosen], FORMS[F64])
+    assert_close(choices[1][..., 1], choices[0][..., 1], FORMS[F64])
+    assert np.any(choices[0][..., 1][~chosen[..., 1]])
+
+
 def test_many_parts_in_both_forms_equal_one_pass_with_every_gradient():
     call = packed_call(INSIDE)
     borders = [0, 1, 4, 7, 8, 14, 19, 22]
@@ -172,6 +208,43 @@ def test_single_tokens_in_arrays_of_their_own(implementation):
         chunk = token_chunks(ONE[row], call.state.filled[row])
         np.add.at(total[row], chunk, np.concatenate(gradients["choice"], axis=1)[row])
     assert_close(total, expected.gradients["choice"], FORMS[F64])
+
+
+def test_single_tokens_with_padding_and_new_documents():
+    ids = np.array([[1, 0, 1, 2, 2, 0, 2, 2, 2, 3], [0, 0, 4, 4, 4, 4, 4, 0, 0, 4]], np.int32)
+    whole = draw_call(np.pad(ids, [(0, 0), (0, TOKENS - 10)]), state=fresh_state(), max_documents=DOCUMENTS)
+    expected = run(whole, "scan")
+    chunks = np.array([token_chunks(row) for row in ids])
+    state = whole.state
+    with precision():
+        step = jax.jit(
+            lambda inputs, ids, state: natsl_attention(
+                **inputs, segment_ids=ids, initial_state=state, chunk_size=CHUNK, implementation="scan"
+            )
+        )
+        for t in range(10):
+            if t == 3:
+                # A call's first real token continues the stream, whatever its id; a new document needs a reset.
+                state = jax.tree.map(jnp.asarray, state).reset(jnp.array([True, False]))
+            if t == 9:
+                state = state.reset(jnp.array([True, False]))
+            choice = np.take_along_axis(whole.inputs["choice"], chunks[:, t, None, None, None], axis=1)
+            inputs = {name: x[:, t : t + 1] for name, x in whole.inputs.items()} | {"choice": choice}
+            inputs = {
+                name: x if name == "choice" else np.where(expand(ids[:, t : t + 1], x) == 0, np.nan, x)
+                for name, x in inputs.items()
+            }
+            before = state
+            out, state = step(inputs, ids[:, t : t + 1], state)
+            assert_close(out, tuple(x[:, t : t + 1] for x in expected.out), FORMS[F64])
+            padded = ids[:, t] == 0
+            for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+                assert np.array_equal(a[padded], b[padded])
+    assert_close(state, expected.state, FORMS[F64])
+
+
+def expand(ids, x):
+    return ids.reshape(*ids.shape, *[1] * (x.ndim - 2))
 
 
 def test_parts_in_arrays_of_their_own_equal_one_pass():
@@ -349,6 +422,18 @@ def test_in_compiled_code_later_softmax_outputs_are_nan_and_nothing_else(routed,
     assert np.array_equal(np.isnan(second[1]), np.full(second[1].shape, lost))
 
 
+@IMPLEMENTATIONS
+def test_a_new_document_is_right_after_a_stream_has_outgrown_its_pages(implementation):
+    call = packed_call(INSIDE)
+    full = dataclasses.replace(call.state, used=call.state.used + CAPACITY)
+    expected, actual = run(call, implementation), run(call._replace(state=full), implementation)
+    old = call.segment_ids == 1
+    assert_same_bits(actual.out[0], expected.out[0])
+    assert np.all(np.isnan(actual.out[1][old]))
+    assert_same_bits(actual.out[1][~old], expected.out[1][~old])
+    assert_same_bits(actual.state, expected.state)
+
+
 def test_capacity_grows_with_the_state_in_use():
     call = packed_call(ONE)
     expected = run(call, "scan")
@@ -367,11 +452,11 @@ def test_capacity_grows_with_the_state_in_use():
 def test_tokens_of_documents_that_do_not_fit_are_nan_and_the_others_right(implementation):
     # With room for two documents: 22 tokens in 7 chunks. The first row needs 6 + 1, the second 2 + 5 chunks of 8.
     ids = [[1] * 9 + [2] * 13, [1, 2, 3, 4, 5, 6] + [7] * 16]
-    few, many = (draw_call(ids, max_documents=n) for n in (2, DOCUMENTS))
+    few, many = draw_call(ids, max_documents=2), draw_call(ids, state=fresh_state(), max_documents=DOCUMENTS)
     few.inputs["choice"][:] = many.inputs["choice"][:, : few.inputs["choice"].shape[1]]
     chunks = few.inputs["choice"].shape[1]
     actual = evaluate(few, implementation, max_documents=2).out
-    expected = evaluate(many, implementation, max_documents=DOCUMENTS).out
+    expected = run(many, implementation).out
     lost = np.array([token_chunks(row) >= chunks for row in np.array(ids)])
     assert lost.any(axis=1).tolist() == [False, True]
     for a, b in zip(actual, expected, strict=True):
