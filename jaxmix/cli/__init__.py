@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a language model, or go on with a run that was interrupted",
     "generate": "continue a prompt with a trained model",
+    "router": "show which chunks of a text a trained NAtS-L model keeps in softmax attention",
     "import": "make a run of a published checkpoint (config.json and safetensors)",
     "export": "write the model of a run as a published checkpoint",
     "verify": "check every parallel form against its serial recurrence",

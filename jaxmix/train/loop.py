@@ -21,6 +21,7 @@ from jaxmix.parallel import make_mesh
 from jaxmix.train.checkpoints import Checkpoints
 from jaxmix.train.config import DataConfig, TrainConfig
 from jaxmix.train.optimizer import learning_rate, make_optimizer
+from jaxmix.train.routing import routing_probe
 from jaxmix.train.run import Metrics, RunDirectory, build_decoder
 from jaxmix.train.step import Batch, init_state, make_eval_step, make_train_step, split_model
 
@@ -155,6 +156,7 @@ class _Loop:
         self.step = int(self.state.step)
         self.train_step = make_train_step(structure, optimizer, sharding=everywhere)
         self.eval_step = make_eval_step(structure)
+        self.routing = routing_probe(structure, config.decoder, self.evaluation, self.shared)
         self.metrics = Metrics(run.metrics, resume_after=self.step)
         self.tokens, self.started = 0, time.monotonic()
         self.unread: tuple[int, dict[str, Any]] | None = None
@@ -212,7 +214,8 @@ class _Loop:
         self.read_metrics()
         sums = [self.eval_step(self.state.params, jax.device_put(batch, self.shared)) for batch in self.evaluation]
         nats, labels = (sum(float(pair[i]) for pair in sums) for i in range(2))
-        self.metrics.write({"step": self.step, "validation_loss": nats / labels})
+        routing = self.routing(self.state.params)
+        self.metrics.write({"step": self.step, "validation_loss": nats / labels, **routing})
         self.watcher.evaluated(self.step, nats / labels)
 
     def save(self) -> None:

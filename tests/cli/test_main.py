@@ -27,7 +27,7 @@ def test_version(capsys):
 def test_an_unknown_command_is_one_line(capsys):
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == (
-        "jaxmix: command: expected one of train, generate, import, export, verify, info, bench, got 'trian'\n"
+        "jaxmix: command: expected one of train, generate, router, import, export, verify, info, bench, got 'trian'\n"
     )
 
 
