@@ -9,7 +9,7 @@ from jaxmix.mixers.interdomain import (
     interdomain_ideal,
 )
 from jaxmix.mixers.linear_attention import LinearAttentionState, linear_attention
-from jaxmix.mixers.natsl import NAtSLState, natsl_attention
+from jaxmix.mixers.natsl import NAtSLState, block_softmax_attention, natsl_attention
 from jaxmix.mixers.s4d import S4DState, s4d
 from jaxmix.mixers.softmax_attention import SoftmaxAttentionState, softmax_attention
 from jaxmix.mixers.ssd import SSDState, ssd
@@ -27,6 +27,7 @@ __all__ = [
     "SSDState",
     "SoftmaxAttentionState",
     "ahla",
+    "block_softmax_attention",
     "delta_rule",
     "gated_delta_rule",
     "hla2",

@@ -42,11 +42,7 @@ class DeltaNetConfig(ValueHeadConfig):
 
     def mixer_products(self, d_model: int, length: int) -> int:
         """Scores of keys and of queries, the triangular solve, the affine maps and their scan, and the outputs."""
-        keys, values = self.head_sizes(d_model)
-        chunk, both = self.chunk_size, keys + values
-        inside = 2 * chunk * keys + chunk * both + chunk * values
-        scan = -(-2 * keys * keys * both // chunk)
-        return self.heads * (inside + keys * both + scan + 2 * keys * values)
+        return self.heads * delta_products(*self.head_sizes(d_model), self.chunk_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +60,14 @@ class GatedDeltaNetConfig(DeltaNetConfig):
     def layer(self) -> type[TokenMixer]:
         """`GatedDeltaNet`."""
         return GatedDeltaNet
+
+
+def delta_products(keys: int, values: int, chunk: int) -> int:
+    """Multiply-adds of the delta rule for one token and head, in chunks."""
+    both = keys + values
+    inside = 2 * chunk * keys + chunk * both + chunk * values
+    scan = -(-2 * keys * keys * both // chunk)
+    return inside + keys * both + scan + 2 * keys * values
 
 
 class DeltaNet(TokenMixer):

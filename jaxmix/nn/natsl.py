@@ -15,6 +15,7 @@ from jaxmix.nn.base import TokenMixer
 from jaxmix.nn.config import QueryKeyConfig
 from jaxmix.nn.convolution import convolve_streams
 from jaxmix.nn.decay import StepSize
+from jaxmix.nn.delta import delta_products
 from jaxmix.nn.norms import RMSNorm, l2_normalize
 from jaxmix.nn.parameters import projection
 from jaxmix.nn.rope import rotate
@@ -90,11 +91,8 @@ class NAtSLConfig(QueryKeyConfig):
         How many chunks softmax attention keeps is the router's choice.
         """
         keys, values = self.head_sizes(d_model)
-        chunk, both = self.chunk_size, keys + values
-        inside = 2 * chunk * keys + chunk * both + chunk * values
-        scan = -(-2 * keys * keys * both // chunk)
-        linear = inside + keys * both + scan + 2 * keys * values
-        return self.heads * (linear + both * (chunk + length // 4))
+        linear = delta_products(keys, values, self.chunk_size)
+        return self.heads * (linear + (keys + values) * (self.chunk_size + length // 4))
 
     @property
     def layer(self) -> type[TokenMixer]:

@@ -10,6 +10,7 @@ from jaxmix.arrays import Array, einsum
 from jaxmix.mixers.chunking import Chunks
 from jaxmix.mixers.decay import LogDecay
 from jaxmix.mixers.delta.delta_chunks import DeltaChunks, DeltaOptions, delta_chunks
+from jaxmix.mixers.natsl.block_attention import here
 from jaxmix.mixers.natsl.layout import ChunkLayout, take_chunk
 from jaxmix.mixers.natsl.natsl_inputs import NAtSLInputs, NAtSLOptions, by_list, routed
 from jaxmix.mixers.natsl.natsl_state import NAtSLState, commit_pages
@@ -108,21 +109,18 @@ def _softmax_branch(
         new_k = jnp.concatenate([given.page_k.astype(options.dtype), new_k], axis=1)
         new_v = jnp.concatenate([given.page_v.astype(options.dtype), new_v], axis=1)
         weight = jnp.concatenate([jnp.take_along_axis(given.weight[:, None], given.table, axis=-1), weight], axis=-1)
-    shape = (batch, options.heads, chunks)
-    page = offset + jnp.arange(chunks * options.heads, dtype=jnp.int32).reshape(chunks, options.heads).T
-    chunk, document = jnp.arange(chunks, dtype=jnp.int32), layout.document[:, None]
-    here = tuple(jnp.broadcast_to(x, shape) for x in (page, chunk, document))
+    listed = here(layout, options.heads, offset)
     kept = jnp.moveaxis(keep, 1, 2)
     if given is None:
-        read, order = PageLists.compact(here, kept)
+        read, order = PageLists.compact(listed, kept)
     else:
         stored = jnp.arange(options.capacity) < given.count[..., None]
         before = (given.table, jnp.full_like(given.table, -1), jnp.zeros_like(given.table))
-        both = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(before, here, strict=True))
+        both = tuple(jnp.concatenate(pair, axis=-1) for pair in zip(before, listed, strict=True))
         read, order = PageLists.compact(both, jnp.concatenate([stored, kept], axis=-1))
     other = unread = None
     if options.counterfactual_router_grad:
-        unread, turned = PageLists.compact(here, jnp.moveaxis(layout.complete[..., None] & ~keep, 1, 2))
+        unread, turned = PageLists.compact(listed, jnp.moveaxis(layout.complete[..., None] & ~keep, 1, 2))
         other = jnp.take_along_axis(jnp.moveaxis(choice[..., 0], 1, 2), turned, axis=-1)
     causal = jnp.tri(size, dtype=jnp.bool_)
     places = Places(causal & layout.valid[:, :, None, :], layout.document, read, unread)
