@@ -383,12 +383,13 @@ def test_a_state_is_a_frozen_dataclass_and_a_pytree():
         state.filled = state.used
 
 
-def call_with(capacity, routed, state=None, seed=0, tokens=8):
+def call_with(capacity, routed, state=None, seed=0, tokens=8, **options):
     """A call of two chunks in float32; `routed` [H] is what its heads choose."""
+    options |= {"chunk_size": CHUNK, "capacity": capacity, "initial_state": state}
     inputs = {name: jnp.asarray(x, jnp.float32) for name, x in draw_inputs(np.random.default_rng(seed), tokens).items()}
     chunks = count_chunks(tokens, CHUNK, packed=False, continued=state is not None)
     choice = jnp.asarray(softmax_first(np.broadcast_to(routed, (BATCH, chunks, HEADS))), jnp.float32)
-    return natsl_attention(**inputs, choice=choice, chunk_size=CHUNK, capacity=capacity, initial_state=state)
+    return natsl_attention(**inputs, choice=choice, **options)
 
 
 def test_one_head_may_fill_all_pages():
@@ -420,6 +421,14 @@ def test_in_compiled_code_later_softmax_outputs_are_nan_and_nothing_else(routed,
     assert np.array_equal(used, [2 * sum(routed)] * BATCH)
     assert all(np.all(np.isfinite(x)) for x in (*first, second[0]))
     assert np.array_equal(np.isnan(second[1]), np.full(second[1].shape, lost))
+
+
+def test_in_compiled_code_the_serial_form_loses_the_tokens_after_the_page_that_is_missing():
+    (linear, softmax), state = jax.jit(lambda: call_with(1, [True, True], implementation="serial"))()
+    assert np.array_equal(state.used, [4] * BATCH)
+    assert np.all(np.isfinite(linear))
+    assert np.all(np.isfinite(softmax[:, :CHUNK]))
+    assert np.all(np.isnan(softmax[:, CHUNK:]))
 
 
 @IMPLEMENTATIONS

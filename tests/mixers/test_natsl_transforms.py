@@ -21,6 +21,8 @@ from tests.mixers.natsl import (
     cast,
     draw_call,
     draw_inputs,
+    evaluate,
+    evaluate_parts,
     fresh_state,
     softmax_first,
 )
@@ -158,6 +160,22 @@ def test_matrix_products_are_forced_to_full_precision(implementation, dtype):
         chosen = chosen if isinstance(chosen, tuple) else (chosen,)
         assert {str(x) for x in chosen} <= FULL_PRECISION, equation
         assert {x.aval.dtype for x in equation.invars} == {F32}, equation
+
+
+@IMPLEMENTATIONS
+def test_a_narrow_cache_gives_the_same_for_any_split(implementation):
+    state = fresh_state(CAPACITY, dtype=F32)
+    cache = {name: np.asarray(getattr(state, name), BF16) for name in ("own_k", "own_v", "page_k", "page_v")}
+    call = draw_call(IDS, state=dataclasses.replace(state, **cache), tokens=TOKENS, max_documents=2)
+    call = call._replace(state_cotangent=None)
+    options = {"dtype": F32, "max_documents": 2}
+    early = np.arange(TOKENS) < [[3], [9]]
+    parts = evaluate_parts(call, [early, ~early], implementation, **options)
+    expected = evaluate(call, "serial", **options)
+    assert expected.state.page_k.dtype == BF16
+    assert_close((parts.out, parts.state), (expected.out, expected.state), FORMS[F32])
+    # Gradients of what waits in the cache are rounded on their way between the parts.
+    assert_close(parts.gradients, expected.gradients, FORMS[BF16])
 
 
 def test_one_token_takes_the_direct_step():

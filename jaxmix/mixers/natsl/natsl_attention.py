@@ -96,7 +96,8 @@ def natsl_attention(
         chunk_size: tokens per chunk C.
         capacity: pages of the returned state, each for one chunk of one linear head; at least those of `initial_state`.
             By default those of `initial_state`, or enough for every chunk of this call. A stream that needs more is an
-            error where that is known, and in compiled code the softmax outputs of later calls are NaN.
+            error where that is known, and in compiled code the softmax outputs of later calls (in the serial form of
+            later tokens) are NaN.
         max_documents: see `count_chunks`.
 
     Returns:
