@@ -13,7 +13,6 @@ from jaxmix.data import Corpus, Manifest, load_corpus
 from jaxmix.evaluation import BitsPerByte, Yardsticks, bits_per_byte, yardsticks
 from jaxmix.generate import Sampling
 from jaxmix.models import DecoderConfig
-from jaxmix.nn import SoftmaxAttentionConfig
 from jaxmix.train import RunDirectory, TrainConfig, load_run, read_metrics
 from jaxmix.train.plots import plot_losses
 
@@ -38,7 +37,7 @@ def report(directory: Path, console: Console) -> None:
             model,
             tokenizer,
             corpus.validation,
-            context="windows" if _has_cache(config) else "stream",
+            context="windows" if any(layer.has_cache for layer in config.decoder.layers) else "stream",
             length=config.data.length,
         )
     _save_evaluation(run, result)
@@ -104,11 +103,6 @@ def _yardsticks(run: RunDirectory, corpus: Corpus) -> Yardsticks:
     found = yardsticks([d.text for d in corpus.train], [d.text for d in corpus.validation])
     run.yardsticks.write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n", "utf-8")
     return found
-
-
-def _has_cache(config: TrainConfig) -> bool:
-    """Whether a layer remembers a limited number of tokens, so that a document may be too long for its state."""
-    return any(isinstance(layer, SoftmaxAttentionConfig) for layer in config.decoder.layers)
 
 
 def _save_evaluation(run: RunDirectory, result: BitsPerByte) -> None:

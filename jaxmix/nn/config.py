@@ -37,6 +37,8 @@ class MixerConfig:
     """Key in the registry."""
     implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
     """Forms that the mixer has."""
+    has_cache: ClassVar[bool] = False
+    """A state keeps a limited number of tokens, so that a document may be too long for it."""
 
     heads: int
     kv_heads: int | None = None

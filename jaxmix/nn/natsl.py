@@ -44,6 +44,7 @@ class NAtSLConfig(QueryKeyConfig):
     """
 
     name: ClassVar[str] = "natsl"
+    has_cache: ClassVar[bool] = True
     group: int = 2
     rule: Literal["gated_delta", "delta", "ssd"] = "gated_delta"
     conv_width: int = 4

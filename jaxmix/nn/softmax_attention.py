@@ -21,6 +21,7 @@ class SoftmaxAttentionConfig(QueryKeyConfig):
     """
 
     name: ClassVar[str] = "softmax_attention"
+    has_cache: ClassVar[bool] = True
     rope: bool = True
     capacity: int = 4096
 

@@ -90,7 +90,7 @@ def test_peers_have_the_numbers_of_parameters_that_their_shapes_give():
         inner, state, mamba_heads = 2 * width, 128, 2 * width // 64
         mamba = width * (3 * inner + 2 * state + mamba_heads) + 5 * (inner + 2 * state) + 3 * mamba_heads + inner
         assert parameter_count(get_preset(f"mamba2-{scale}")) == embeddings + 48 * (mamba + width)
-        # A routed layer has a router and weights of the branches; norms of keys, queries and two outputs instead of one.
+        # A routed layer has a router, weights of the branches, and norms of keys, queries and two outputs.
         routed = 2 * width * heads + queries * 2 * heads * (keys // 64) + 2 * 64 + 2 * 128 - values
         assert parameter_count(get_preset(f"natsl-{scale}")) == embeddings + 21 * (delta + swiglu + norms) + 6 * routed
         pure = embeddings + 21 * (delta + swiglu + norms + routed)

@@ -246,3 +246,7 @@ def test_every_option_of_hla_does_something(options):
     y = outputs(other)
     assert np.all(np.isfinite(y))
     assert np.max(np.abs(y - expected)) > 1e-3 * np.max(np.abs(expected))
+
+
+def test_layers_whose_state_keeps_tokens_say_so():
+    assert {name for name, config in MIXER_CONFIGS.items() if config.has_cache} == {"natsl", "softmax_attention"}
