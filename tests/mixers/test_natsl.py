@@ -76,16 +76,6 @@ def test_sequences_of_few_chunks(length):
     assert_is_the_definition(draw_call(tokens=length), {}, forms=["scan"])
 
 
-def test_chunks_of_one_token():
-    call = draw_call(tokens=6)
-    routed = np.random.default_rng(0).random((BATCH, 6, HEADS)) < 0.5
-    call = call._replace(inputs=call.inputs | {"choice": softmax_first(routed)})
-    actual, expected = (evaluate(call, form, chunk_size=1) for form in ("scan", "serial"))
-    assert_close(actual, expected, FORMS[F64])
-    assert np.all(np.any(actual.gradients["choice"][:, :5] != 0, axis=-1))
-    assert not np.any(actual.gradients["choice"][:, 5])
-
-
 def test_packed_documents_each_by_the_definition():
     assert_is_the_definition(draw_call(DOCUMENTS, max_documents=3), {}, max_documents=3)
 

@@ -1,4 +1,4 @@
-"""Everything JAX does to a function, done to NAtS-L, and what it says to wrong calls."""
+"""Everything JAX does to a function, done to NAtS-L: transformations, dtypes, odd sizes, and wrong calls."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmix.mixers.natsl import count_chunks, natsl_attention
-from tests.contract.agreement import BF16, F32
+from tests.contract.agreement import BF16, F32, F64
 from tests.contract.errors import OtherState
 from tests.contract.programs import primitives
 from tests.contract.transforms import FULL_PRECISION
@@ -176,6 +176,16 @@ def test_a_narrow_cache_gives_the_same_for_any_split(implementation):
     assert_close((parts.out, parts.state), (expected.out, expected.state), FORMS[F32])
     # Gradients of what waits in the cache are rounded on their way between the parts.
     assert_close(parts.gradients, expected.gradients, FORMS[BF16])
+
+
+def test_chunks_of_one_token_route_every_token():
+    call = draw_call(tokens=6)
+    routed = np.random.default_rng(0).random((BATCH, 6, HEADS)) < 0.5
+    call = call._replace(inputs=call.inputs | {"choice": softmax_first(routed)})
+    actual, expected = (evaluate(call, form, chunk_size=1) for form in ("scan", "serial"))
+    assert_close(actual, expected, FORMS[F64])
+    assert np.all(np.any(actual.gradients["choice"][:, :5] != 0, axis=-1))
+    assert not np.any(actual.gradients["choice"][:, 5])
 
 
 def test_one_token_takes_the_direct_step():
