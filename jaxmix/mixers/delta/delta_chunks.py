@@ -151,9 +151,7 @@ def _backward(options: DeltaOptions, saved: Any, cotangents: tuple[Array, Array,
     strict = jnp.tri(q.shape[-2], k=-1, dtype=jnp.bool_)
     if options.erase:
         # Through the triangular solve: (I + A)^T [b_v, b_k] = [du, dw] and dA = -strict_lower(b u^T).
-        size = d_news.shape[-1]
-        solved = _solve(local.erase, jnp.concatenate([d_news, d_w], axis=-1), transpose=True)
-        b_v, b_k = solved[..., :size], solved[..., size:]
+        b_v, b_k = (_solve(local.erase, x, transpose=True) for x in (d_news, d_w))
         d_erase = -_product("ce,se->cs", b_v, local.u) - _product("cd,sd->cs", b_k, local.w)
         d_erase = jnp.where(strict & (local.decay != 0), d_erase, 0)
     else:
@@ -229,8 +227,8 @@ def _prepare(options: DeltaOptions, chunks: DeltaChunks) -> _Local:
         return _Local(decay, none, none, scores, start, end, kept, beta * chunks.v, jnp.zeros_like(k))
     keys = jnp.where(strict, _product("cd,sd->cs", k, k), 0)
     erase = beta * keys * decay
-    solved = _solve(erase, beta * jnp.concatenate([chunks.v, start * k], axis=-1))
-    u, w = solved[..., : chunks.v.shape[-1]], solved[..., chunks.v.shape[-1] :]
+    # Two solves run side by side on a CPU, where one with twice the columns would not.
+    u, w = _solve(erase, beta * chunks.v), _solve(erase, beta * start * k)
     return _Local(decay, keys, erase, scores, start, end, kept, u, w)
 
 
