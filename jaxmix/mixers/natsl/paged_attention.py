@@ -109,22 +109,43 @@ def _forward(options: PagedOptions, arrays: Paged, places: Places) -> Any:
         top = jnp.full(q.shape[:-1], -jnp.inf, q.dtype)
         total, out = jnp.zeros_like(top), jnp.zeros((*q.shape[:-1], arrays.own_v.shape[-1]), q.dtype)
 
+    # Pages of the later half of the chunks are of no use to queries of the earlier half.
+    chunks = q.shape[3]
+    half = chunks // 2
+    carry = _visit_pages(q, arrays, places, (-1, half - 1 if half else chunks), (top, total, out))
+    if half:
+        early, late = ([x[:, :, :, part] for x in carry] for part in (slice(half), slice(half, None)))
+        late = _visit_pages(q[:, :, :, half:], arrays, places, (half - 1, chunks), late)
+        carry = [jnp.concatenate(pair, axis=3) for pair in zip(early, late, strict=True)]
+    top, total, out = carry
+    lse = jnp.where(total > 0, _finite(top) + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    return (out, lse), (arrays, places, out, lse)
+
+
+def _visit_pages(q: Array, arrays: Paged, places: Places, chunks: tuple[int, int], carry: Any) -> Any:
+    """Running maximum, sum and output of the last N' chunks of queries q, after pages of the chunks [from, to)."""
+    read, first = places.read, places.document.shape[1] - q.shape[3]
+    low, high = chunks
+    size = read.page.shape[-1]
+    place = jnp.arange(size)
+    chosen = (read.chunk >= low) & (read.chunk < high) & (place < read.count[..., None])
+    begin, end = jnp.min(jnp.where(chosen, place, size)), jnp.max(jnp.where(chosen, place + 1, 0))
+
     def visit(place: Array, carry: Any) -> Any:
         top, total, out = carry
-        k, v = (_take_page(x, places.read.page[..., place]) for x in (arrays.page_k, arrays.page_v))
-        logits = jnp.where(
-            _visible(places.read, place, places.document), einsum("bhgncd,bhgsd->bhgncs", q, k), -jnp.inf
+        k, v = (_take_page(x, read.page[..., place]) for x in (arrays.page_k, arrays.page_v))
+        seen = (
+            _visible(read, place, places.document)[:, :, :, first:] & chosen[..., place][:, :, None, None, None, None]
         )
+        logits = jnp.where(seen, einsum("bhgncd,bhgsd->bhgncs", q, k), -jnp.inf)
         new = jnp.maximum(top, jnp.max(logits, axis=-1))
         rescale = jnp.exp(top - _finite(new))
         p = _weigh(arrays.weight, place) * jnp.exp(logits - _finite(new)[..., None])
         total = rescale * total + jnp.sum(p, axis=-1)
         return new, total, rescale[..., None] * out + einsum("bhgncs,bhgse->bhgnce", p, v)
 
-    top, total, out = jax.lax.fori_loop(0, jnp.max(places.read.count), visit, (top, total, out))
-    lse = jnp.where(total > 0, _finite(top) + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
-    out = out / jnp.where(total > 0, total, 1)[..., None]
-    return (out, lse), (arrays, places, out, lse)
+    return jax.lax.fori_loop(begin, end, visit, tuple(carry))
 
 
 def _backward(options: PagedOptions, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Paged, None]:
