@@ -4,8 +4,14 @@ import os
 
 import pytest
 
-# Most of the suite's time is compilation of tiny programs; without LLVM's optimisations it takes a third.
-XLA_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
+# Most of the suite's time is compilation of tiny programs; without LLVM's optimisations it takes a third. Every worker
+# has one core, so that threads within one compilation and a schedule for many cores cost without paying.
+XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+)
 
 # Both are read when JAX makes its backend, which happens after this file is loaded, in every pytest-xdist worker too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,3 +21,12 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 
 pytest.register_assert_rewrite("tests.contract", "tests.tolerances")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs():
+    """Frees what a file compiled: with thousands of programs a process runs out of memory mappings and crashes."""
+    yield
+    import jax
+
+    jax.clear_caches()

@@ -2,9 +2,10 @@
 
 import json
 
+import jax
 import pytest
 
-from jaxmix.bench import SUITES, BenchOptions, Row, measure, run_suites, to_json, to_markdown
+from jaxmix.bench import SUITES, BenchOptions, Row, measure, run_suites, suites, to_json, to_markdown
 from jaxmix.bench.report import format_value
 
 TINY = BenchOptions(length=16, heads=1, size=4, chunk_size=8, lengths=(8, 16), repeats=2)
@@ -12,7 +13,22 @@ TINY = BenchOptions(length=16, heads=1, size=4, chunk_size=8, lengths=(8, 16), r
 
 @pytest.fixture(scope="module")
 def rows():
-    return list(run_suites(TINY))
+    """Every suite; the mixers of the suites that compare more than forms are three here, to compile less."""
+    names = ("linear_attention", "gated_delta_rule", "hla2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suites, "FIXED_STATE", {name: suites.FIXED_STATE[name] for name in names})
+        return list(run_suites(TINY))
+
+
+@pytest.mark.parametrize("name", suites.FIXED_STATE)
+def test_every_mixer_runs_as_the_suites_call_it(name):
+    inputs = suites.draw(TINY, TINY.length)
+    out, state = jax.eval_shape(lambda *arrays: suites.FIXED_STATE[name](*arrays, chunk_size=8), *inputs)
+    assert out.shape == inputs[2].shape
+    assert (
+        jax.eval_shape(lambda *arrays: suites.FIXED_STATE[name](*arrays)[0], *(x[:, :1] for x in inputs)).shape[1] == 1
+    )
+    assert jax.tree.leaves(state)
 
 
 def test_every_suite_gives_rows_with_positive_values(rows):

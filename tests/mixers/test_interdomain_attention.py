@@ -150,9 +150,7 @@ def paper_layer(step, real, tokens=512):
     return {name: np.asarray(x, np.float32) for name, x in arrays.items()}
 
 
-@pytest.mark.parametrize(
-    ("step", "real", "chunk_size"), [(1e-3, 0.5, 16), (1e-1, 0.5, 256), (0.5, 0.5, 64), (1e-2, 20.0, 64)]
-)
+@pytest.mark.parametrize(("step", "real", "chunk_size"), [(1e-3, 0.5, 16), (0.5, 20.0, 256)])
 def test_float64_scan_of_4096_tokens_with_every_gradient(step, real, chunk_size):
     arrays = paper_layer(step, real, 4096)
     with precision():
