@@ -7,7 +7,7 @@
 2. One decoded token after a context of which every head has kept one chunk in four, beside full softmax attention over
    that context: bytes of the state, and microseconds a step with the state handed on.
 
-Both sides of a comparison take turns in one process.
+Both sides of a comparison take turns in one process, which keeps freed memory, as `jaxmix bench` does.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jaxmix import natsl_attention, softmax_attention
 from jaxmix.bench import environment, measure
+from jaxmix.cli.allocator import keep_freed_memory
 
 HEADS, GROUP, KEY, VALUE, CHUNK = 2, 2, 128, 128, 64
 SOFTMAX_HEADS, SIZE = HEADS * GROUP, KEY // GROUP
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=7)
     chosen = parser.parse_args()
+    keep_freed_memory(one_pool=True)
     branch(chosen.length, chosen.repeats)
     decode(chosen.context, chosen.repeats)
     print(f"\nheads {HEADS} of {KEY}, {SOFTMAX_HEADS} softmax heads of {SIZE}, chunks of {CHUNK}")
