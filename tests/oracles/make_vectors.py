@@ -7,17 +7,7 @@ import os
 import shutil
 import sys
 
-# transformers must take its torch paths, and nothing from a network.
-os.environ["HF_HUB_OFFLINE"] = "1"
-for _accelerated in ("fla", "mamba_ssm", "causal_conv1d", "kernels"):
-    sys.modules[_accelerated] = None
-
-import torch  # noqa: E402
-from transformers.utils import logging  # noqa: E402
-
-from tests.oracles import networks, operators  # noqa: E402
-from tests.oracles.precision import SEED  # noqa: E402
-from tests.oracles.record import FOLDER, write_npz, write_record  # noqa: E402
+ACCELERATED = ("fla", "mamba_ssm", "causal_conv1d", "kernels")
 
 
 def report(name: str, difference: float) -> None:
@@ -27,6 +17,16 @@ def report(name: str, difference: float) -> None:
 
 def main() -> None:
     """Writes all files anew."""
+    # Before the imports: transformers must take its torch paths, and nothing from a network.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.modules.update(dict.fromkeys(ACCELERATED))
+    import torch
+    from transformers.utils import logging
+
+    from tests.oracles import networks, operators
+    from tests.oracles.precision import SEED
+    from tests.oracles.record import FOLDER, write_npz, write_record
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)

@@ -46,7 +46,7 @@ class Tensors:
     def __init__(self, directory: Path) -> None:
         names = self._shards(directory)
         self._files = {name: _open(directory / name) for name in names}
-        self._where = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+        self._where = {tensor: name for name, file in self._files.items() for tensor in sorted(file.keys())}
         for tensor, name in {t: n for n, tensors in names.items() for t in tensors}.items():
             if self._where.get(tensor) != name:
                 fail("source", f"the tensor {tensor} in {name}, as {INDEX} says", "a file without it")
