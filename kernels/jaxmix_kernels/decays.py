@@ -1,0 +1,57 @@
+"""What the kernels of decayed linear attention share: decays and segment borders of a sequence cut into chunks.
+
+Dimension letters: B batch, T tokens, H heads, Hd heads of the decays (Hd divides H), C chunk length, N = T / C chunks,
+D key size, E value size.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+Array = jax.Array
+
+CHUNK = 64
+"""Tokens per chunk of every kernel, C."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkDecays:
+    """Decays inside and across the chunks, float32, and segment borders.
+
+    The log decay accumulated from the start of its chunk and segment to each token, itself included, is `high + low`,
+    two numbers so that differences of large sums stay exact. From token s to token t >= s of one chunk and segment it
+    is (high_t - high_s) + (low_t - low_s) <= 0; before a border the difference may be positive, so mask before exp.
+
+    Attributes:
+        high: rounded log decays from the start, natural log, [B, Hd, N, C].
+        low: what `high` misses, [B, Hd, N, C].
+        enter: decay from the state before the chunk to each token, in [0, 1], 0 behind a border, [B, Hd, N, C].
+        leave: decay from each token to the end of the chunk, in [0, 1], 0 where a border follows, [B, Hd, N, C].
+        kept: decay of the whole chunk, in [0, 1], 0 with a border inside, [B, Hd, N].
+        run: int32, number of segment starts inside the chunk up to each token, [B, N, C]; None for no segments.
+        steps: log decay of each token, <= 0, [B, Hd, N, C]; only gradients use it.
+    """
+
+    high: Array
+    low: Array
+    enter: Array
+    leave: Array
+    kept: Array
+    run: Array | None
+    steps: Array
+
+
+class Result(NamedTuple):
+    """What one decayed attention gives.
+
+    Attributes:
+        out: outputs [B, T, H, E] in the dtype of the values; None where none were asked for.
+        final: state after the last chunk walked, [B, H, D, E], float32.
+        dots: sum of out times weights over E, [B, H, T], float32; None without weights.
+    """
+
+    out: Array | None
+    final: Array
+    dots: Array | None
