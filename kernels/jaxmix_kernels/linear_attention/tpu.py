@@ -1,0 +1,103 @@
+"""Decayed linear attention on a TPU, forward and reversed in time: the primitive of every forward and backward."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxmix_kernels import tpu_chunks
+from jaxmix_kernels.decays import CHUNK, Array, ChunkDecays, Result
+from jaxmix_kernels.tpu_chunks import Decays, Walk
+
+
+def decayed_attention(
+    a: Array | None,
+    b: Array,
+    c: Array,
+    decays: ChunkDecays | None,
+    initial: Array | None,
+    *,
+    weights: Array | None = None,
+    reverse: bool = False,
+    outputs: bool = True,
+    interpret: Any = False,
+) -> Result:
+    """Outputs and final state of decayed linear attention over whole chunks.
+
+    Per head, X [D, E] is carried from chunk to chunk, first to last:
+    out_t = enter_t (a_t^T X) + sum_s M_ts (a_t . b_s) c_s over the chunk, then X = kept X + sum_s leave_s b_s c_s^T,
+    where M_ts is the decay from s to t for s <= t of one segment, else 0. Reversed, M is transposed, enter and leave
+    change places, and the chunks are walked last to first. Matrix products take operands of the dtype of the arrays
+    and accumulate in float32; X stays float32.
+
+    Args:
+        a: readers, [B, T, H, D]; None if `outputs` is False. T is a multiple of the chunk length.
+        b: what is read, [B, T, Hb, D]. Here and below fewer heads than H divide it, and head h reads h // (H / Hb).
+        c: values, [B, T, Hc, E].
+        decays: decays and segment borders, Hd heads; None for no decay and no segments.
+        initial: state before the first chunk walked, [B, Hs, D, E], float32; None for zeros.
+        weights: [B, T, Hw, E], to get `dots`.
+        reverse: walk last to first.
+        outputs: False for the final state alone, whose H is then the largest number of heads given.
+        interpret: as of `pl.pallas_call`.
+
+    Returns:
+        out [B, T, H, E] in the dtype of c, the final state [B, H, D, E], and out . weights [B, H, T] taken before out
+        is rounded; None for what was not asked for.
+
+    Raises:
+        NotImplementedError: for dtypes, head sizes or lengths without a kernel.
+    """
+    if outputs and a is None:
+        raise ValueError("a: needed for outputs")
+    if not outputs:
+        a = weights = None
+    tpu_chunks.check_arrays("decayed_attention", *(x for x in (a, b, c, weights) if x is not None))
+    batch, length, _, key_size = b.shape
+    value_size = c.shape[3]
+    heads = [x.shape[2] for x in (a, b, c, weights) if x is not None]
+    heads += [] if decays is None else [decays.enter.shape[1]]
+    heads += [] if initial is None else [initial.shape[1]]
+    walk = Walk(batch, max(heads), length // CHUNK, reverse)
+    products = CHUNK * value_size * (CHUNK + key_size) + CHUNK * CHUNK * key_size if outputs else 0
+    result = walk.call(
+        functools.partial(_kernel, walk),
+        {
+            "a": walk.tokens(a),
+            "b": walk.tokens(b),
+            "c": walk.tokens(c),
+            "weights": walk.tokens(weights),
+            "rows": walk.rows(decays),
+            "initial": walk.state(initial),
+        },
+        {
+            "out": walk.token_output(value_size, c.dtype) if outputs else None,
+            "final": walk.state_output(key_size, value_size),
+            "dots": None if weights is None else walk.number_output(),
+        },
+        [pltpu.VMEM((key_size, value_size), jnp.float32)],
+        products=products + CHUNK * key_size * value_size,
+        interpret=interpret,
+        name="decayed_attention_reverse" if reverse else "decayed_attention",
+    )
+    return Result(walk.join(result["out"]), result["final"], walk.join(result["dots"]))
+
+
+def _kernel(walk: Walk, inputs: dict[str, Any], outputs: dict[str, Any], carried: Any) -> None:
+    tpu_chunks.start(carried, inputs["initial"])
+    state = carried[...]
+    for chunk in walk.order:
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+        b, c = inputs["b"][tokens], inputs["c"][tokens]
+        decays = Decays.unpack(inputs["rows"], chunk, walk.reverse)
+        if inputs["a"] is not None:
+            a = inputs["a"][tokens]
+            out = tpu_chunks.read(a, c, tpu_chunks.scores(a, b), state, decays)
+            outputs["out"][tokens] = out.astype(c.dtype)
+            if inputs["weights"] is not None:
+                outputs["dots"][chunk] = tpu_chunks.row_sums(out * inputs["weights"][tokens].astype(jnp.float32))
+        state = tpu_chunks.add(state, b, c, decays)
+    carried[...] = state
+    tpu_chunks.finish(carried, outputs["final"])
