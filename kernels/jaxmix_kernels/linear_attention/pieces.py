@@ -1,0 +1,128 @@
+"""The split schedule: a long sequence cut into pieces that are walked side by side as if they were sequences.
+
+A kernel walks over the chunks of a head one after the other, so that one program serves a head. Where there are fewer
+heads than a device has cores, a first pass computes what every piece adds to the state, an associative scan gives the
+state at the start of every piece, and the main pass starts all pieces from there.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxmix_kernels.decays import CHUNK, ChunkDecays
+
+Array = jax.Array
+
+SHORTEST_PIECE = 16 * CHUNK
+"""Fewest tokens of a piece: below, the first pass and the padding cost more than the cores they occupy."""
+SIZES = (32, 64, 128)
+"""Key and value sizes that the kernels have; others are filled up with zeros."""
+
+
+def choose_pieces(heads: int, length: int, programs: int) -> int:
+    """Number of pieces P: the smallest power of two with P * heads >= programs, while pieces have >= 1024 tokens.
+
+    Args:
+        heads: heads of all sequences, B * H.
+        length: tokens, T.
+        programs: heads that keep the device busy.
+    """
+    pieces = 1
+    while pieces * heads < programs and length >= 2 * pieces * SHORTEST_PIECE:
+        pieces *= 2
+    return pieces
+
+
+def pad_sizes(x: Array, axes: tuple[int, ...], tokens: int | None = None) -> Array:
+    """x filled up with zeros to the next of SIZES along `axes`, and to a multiple of `tokens` along axis 1."""
+    widths = [(0, 0)] * x.ndim
+    for axis in axes:
+        widths[axis] = (0, next(size for size in SIZES if size >= x.shape[axis]) - x.shape[axis])
+    if tokens is not None:
+        widths[1] = (0, -x.shape[1] % tokens)
+    return jnp.pad(x, widths) if any(width != (0, 0) for width in widths) else x
+
+
+def pad_chunks(decays: ChunkDecays, pieces: int) -> ChunkDecays:
+    """Decays with chunks behind the last one that change nothing, up to a multiple of `pieces`."""
+    missing = -decays.steps.shape[2] % pieces
+    if not missing:
+        return decays
+
+    def fill(x: Array, value: float, axis: int = 2) -> Array:
+        return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=value)
+
+    return ChunkDecays(
+        **{name: fill(getattr(decays, name), 0) for name in ("high", "low", "steps")},
+        **{name: fill(getattr(decays, name), 1) for name in ("enter", "leave", "kept")},
+        run=None if decays.run is None else fill(decays.run, 0, axis=1),
+    )
+
+
+def split_tokens(x: Array, pieces: int) -> Array:
+    """[B, T, ...] to [B P, T / P, ...]."""
+    return x if pieces == 1 else x.reshape(x.shape[0] * pieces, -1, *x.shape[2:])
+
+
+def join_pieces(x: Array, pieces: int) -> Array:
+    """The inverse of `split_tokens`."""
+    return x if pieces == 1 else x.reshape(x.shape[0] // pieces, -1, *x.shape[2:])
+
+
+def split_decays(decays: ChunkDecays | None, pieces: int) -> ChunkDecays | None:
+    """Decays of [B, Hd, N, ...] as those of B P sequences of N / P chunks."""
+    if decays is None or pieces == 1:
+        return decays
+
+    def split(x: Array) -> Array:
+        x = x.reshape(*x.shape[:2], pieces, -1, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:])
+
+    heads = {f.name: split(getattr(decays, f.name)) for f in dataclasses.fields(decays) if f.name != "run"}
+    return ChunkDecays(run=None if decays.run is None else split_tokens(decays.run, pieces), **heads)
+
+
+def last_piece(x: Array, pieces: int, *, reverse: bool = False) -> Array:
+    """Of the states [B P, H, D, E] of all pieces, those of the last one walked, [B, H, D, E]."""
+    return x.reshape(-1, pieces, *x.shape[1:])[:, 0 if reverse else -1]
+
+
+def starts_of_pieces(
+    decays: ChunkDecays | None, added: Array, initial: Array, pieces: int, *, reverse: bool = False
+) -> Array:
+    """The state that every piece starts from, by an associative scan over pieces.
+
+    Args:
+        decays: of the whole sequences.
+        added: what each piece adds to the state, [B P, H, D, E].
+        initial: the state before the first piece walked, [B, Hs, D, E].
+        pieces: P.
+        reverse: pieces are walked last to first.
+
+    Returns:
+        States [B P, H, D, E].
+    """
+    heads = added.shape[1]
+    added = added.reshape(-1, pieces, *added.shape[1:])
+    initial = jnp.repeat(initial, heads // initial.shape[1], axis=1)
+    if decays is None:
+        kept = jnp.ones((*added.shape[:2], 1), added.dtype)
+    else:
+        kept = jnp.prod(decays.kept.reshape(*decays.kept.shape[:2], pieces, -1), axis=-1)
+        kept = jnp.moveaxis(jnp.repeat(kept, heads // kept.shape[1], axis=1), 1, 2)
+    if reverse:
+        added, kept = added[:, ::-1], kept[:, ::-1]
+    # What the first piece starts from is a piece before it; the last piece starts nothing.
+    added = jnp.concatenate([initial[:, None], added[:, :-1]], axis=1)
+    kept = jnp.concatenate([jnp.ones_like(kept[:, :1]), kept[:, :-1]], axis=1)
+    _, starts = jax.lax.associative_scan(_follow, (kept, added), axis=1)
+    starts = starts[:, ::-1] if reverse else starts
+    return starts.reshape(-1, *starts.shape[2:])
+
+
+def _follow(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """What piece a and then piece b do to a state; nothing that a border stops is multiplied by zero."""
+    (kept_a, x_a), (kept_b, x_b) = a, b
+    factor = kept_b[..., None, None]
+    return kept_a * kept_b, jnp.where(factor > 0, factor * x_a, 0) + x_b

@@ -1,0 +1,85 @@
+"""What kernels are made for: the platform of the default backend, or one that a `using_target` block names."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+
+from jaxmix_kernels.decays import Result
+
+LARGEST_SIZE = 128
+"""Largest key or value size that kernels serve."""
+
+_DTYPES = {"gpu": ("bfloat16",), "tpu": ("bfloat16", "float32")}
+_PROGRAMS = {"gpu": 132, "tpu": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A platform to make kernels for; hashable, so that it can be static under `jax.jit`.
+
+    Attributes:
+        platform: "gpu" (NVIDIA Hopper, Mosaic GPU) or "tpu" (Mosaic TPU).
+        interpret: run kernels in an interpreter on a CPU, slowly, instead of compiling them.
+    """
+
+    platform: Literal["gpu", "tpu"]
+    interpret: bool = False
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Names of the dtypes of operands that the kernels take."""
+        return _DTYPES[self.platform]
+
+    @property
+    def programs(self) -> int:
+        """Number of heads of all sequences that keep the device busy: its cores that work side by side."""
+        return _PROGRAMS[self.platform]
+
+    def decayed_attention(self, *arrays: Any, **options: Any) -> Result:
+        """The kernel of the platform; see `jaxmix_kernels.linear_attention`."""
+        if self.platform == "gpu":
+            from jaxmix_kernels.linear_attention.gpu import decayed_attention
+        else:
+            from jaxmix_kernels.linear_attention.tpu import decayed_attention
+        return decayed_attention(*arrays, interpret=self.interpret, **options)
+
+    def refusal(self, dtype: Any, *sizes: int) -> str | None:
+        """Why the kernels cannot serve operands of `dtype` with these key and value sizes; None if they can."""
+        if str(dtype) not in self.dtypes:
+            return f"the {self.platform} kernels take {' or '.join(self.dtypes)}, not {dtype}"
+        if max(sizes) > LARGEST_SIZE:
+            return f"the kernels take key and value sizes up to {LARGEST_SIZE}, not {max(sizes)}"
+        return None
+
+
+_chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("jaxmix_kernels_target", default=None)
+
+
+@contextlib.contextmanager
+def using_target(target: Target) -> Iterator[Target]:
+    """Makes kernels for `target` inside the block: to interpret them, to lower or to compile ahead of time.
+
+    It counts while a function is traced. A function that was compiled before the block keeps what it was compiled for.
+    """
+    token = _chosen.set(target)
+    try:
+        yield target
+    finally:
+        _chosen.reset(token)
+
+
+def current_target() -> Target | None:
+    """The target of `using_target`, else that of the default backend: a Hopper GPU or a TPU; None for all others."""
+    chosen = _chosen.get()
+    if chosen is not None:
+        return chosen
+    backend = jax.default_backend()
+    if backend == "tpu":
+        return Target("tpu")
+    if backend == "gpu" and str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9."):
+        return Target("gpu")
+    return None
