@@ -4,15 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.recall.task import BLANK, Task, sequences
+from experiments.peers.recall import BLANK, Recall, sequences
 
 LAYOUTS = [
-    Task(vocabulary=64, length=64, pairs=(2, 5, 16), gaps=gaps, filler=filler)
+    Recall(vocabulary=64, length=64, pairs=(2, 5, 16), gaps=gaps, filler=filler)
     for gaps, filler in [("power", "blank"), ("power", "random"), ("far", "random")]
 ]
 
 
-def draw(task: Task, seed: int, count: int = 64, pairs: int | None = None) -> dict[str, np.ndarray]:
+def draw(task: Recall, seed: int, count: int = 64, pairs: int | None = None) -> dict[str, np.ndarray]:
     drawn = jax.jit(sequences, static_argnums=(0, 2, 3))(task, jax.random.key(seed), count, pairs)
     return {name: np.asarray(x) for name, x in drawn.items()}
 
@@ -50,7 +50,7 @@ def test_recall_sequences_follow_from_their_key():
 def test_recall_queries_are_on_places_of_a_power_law_drawn_without_replacement():
     """Against numpy's draws, as the paper's generator makes them."""
     count, pairs = 4000, 4
-    task = Task(vocabulary=64, length=64, pairs=(pairs,))
+    task = Recall(vocabulary=64, length=64, pairs=(pairs,))
     weights = draw(task, 0, count, pairs)["weights"]
     asked = weights[:, 2 * pairs :: 2].mean(0)
     rng = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def test_recall_queries_are_on_places_of_a_power_law_drawn_without_replacement()
 
 
 def test_recall_keys_are_asked_for_in_random_order():
-    distances = draw(Task(vocabulary=64, length=64, pairs=(8,), gaps="far"), 0, 4000)["distances"]
+    distances = draw(Recall(vocabulary=64, length=64, pairs=(8,), gaps="far"), 0, 4000)["distances"]
     query, far = np.nonzero(distances)[1].reshape(-1, 8), distances[distances > 0].reshape(-1, 8)
     key = (query - far) // 2
     np.testing.assert_allclose(key.mean(0), np.full(8, 3.5), atol=0.2)
@@ -74,4 +74,4 @@ def test_recall_keys_are_asked_for_in_random_order():
 )
 def test_recall_says_what_does_not_fit(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Task(**({"vocabulary": 64, "length": 64, "pairs": (4,)} | wrong))
+        Recall(**({"vocabulary": 64, "length": 64, "pairs": (4,)} | wrong))

@@ -8,16 +8,22 @@ Source: Arora et al., "Zoology: Measuring and Improving Recall in Efficient Lang
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 BLANK = 0
+VALIDATION, TEST = 1_000_003, 1_000_033
+"""Seeds of held-out sequences: the first choose learning rates, the second are reported."""
+TOGETHER = 64
+"""Held-out sequences of one pass."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class Recall:
     """What a sequence looks like.
 
     Token 0 is the blank, those below vocabulary / 2 are keys, the others are values. No key and no value occurs twice
@@ -33,6 +39,7 @@ class Task:
             everything between the pairs and the queries is filler.
         power: exponent of the power law; 0.01 in Zoology, which puts most queries soon after the pairs.
         filler: what is on all other places: "blank", or "random" values, which are not asked for.
+        held_out: held-out sequences of every number of pairs, twice, a multiple of 64.
     """
 
     vocabulary: int = 256
@@ -41,6 +48,7 @@ class Task:
     gaps: Literal["power", "far"] = "power"
     power: float = 0.01
     filler: Literal["blank", "random"] = "blank"
+    held_out: int = 512
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pairs", tuple(sorted(self.pairs)))
@@ -52,9 +60,43 @@ class Task:
             raise ValueError(f"pairs: expected fewer than keys, {self.vocabulary // 2 - 1}, got {self.pairs}")
         if self.gaps not in ("power", "far") or self.filler not in ("blank", "random"):
             raise ValueError(f"expected gaps power or far and filler blank or random, got {self.gaps}, {self.filler}")
+        if self.held_out < 1 or self.held_out % TOGETHER:
+            raise ValueError(f"held_out: expected a multiple of {TOGETHER}, got {self.held_out}")
+
+    @property
+    def longest(self) -> int:
+        """All sequences are of the same length."""
+        return self.length
+
+    def draw(self, key: jax.Array, count: int) -> dict[str, jax.Array]:
+        """Training sequences; in the loss every sequence counts the same, whatever its number of pairs."""
+        drawn = sequences(self, key, count)
+        each = drawn["weights"] / drawn["weights"].sum(-1, keepdims=True)
+        return {"tokens": drawn["tokens"], "labels": drawn["labels"], "weights": each}
+
+    def measure(self, structure: Any, params: Any, models: int) -> list[dict[str, Any]]:
+        """What the models get right.
+
+        Returns:
+            Of every model "validation" and "test", each with "pairs", fraction right by number of pairs, and
+            "distances", by number of pairs [right, asked] of queries 1, 2 to 3, 4 to 7, ... tokens behind their key.
+        """
+        count = _counter(self, structure)
+        found: list[dict[str, Any]] = [{} for _ in range(models)]
+        for name, seed in (("validation", VALIDATION), ("test", TEST)):
+            for i in range(models):
+                found[i][name] = {"pairs": {}, "distances": {}}
+            for pairs in self.pairs:
+                key = jax.random.fold_in(jax.random.key(seed), pairs)
+                right, asked = (np.asarray(x) for x in count(params, key, pairs))
+                for i in range(models):
+                    found[i][name]["pairs"][str(pairs)] = float(right[i].sum() / asked.sum())
+                    bins = [[int(r), int(a)] for r, a in zip(right[i], asked, strict=True)]
+                    found[i][name]["distances"][str(pairs)] = bins
+        return found
 
 
-def sequences(task: Task, key: jax.Array, count: int, pairs: jax.Array | int | None = None) -> dict[str, jax.Array]:
+def sequences(task: Recall, key: jax.Array, count: int, pairs: jax.Array | int | None = None) -> dict[str, jax.Array]:
     """Draws `count` sequences, in compiled code too.
 
     Args:
@@ -72,7 +114,7 @@ def sequences(task: Task, key: jax.Array, count: int, pairs: jax.Array | int | N
     return jax.vmap(functools.partial(_sequence, task))(jax.random.split(each, count), numbers)
 
 
-def _sequence(task: Task, key: jax.Array, n: jax.Array) -> dict[str, jax.Array]:
+def _sequence(task: Recall, key: jax.Array, n: jax.Array) -> dict[str, jax.Array]:
     """One sequence of n pairs; what belongs to those beyond n is written behind the end and lost."""
     half, end, most = task.vocabulary // 2, task.length, task.pairs[-1]
     for_keys, for_values, for_places, for_order, for_filler = jax.random.split(key, 5)
@@ -106,3 +148,26 @@ def _sequence(task: Task, key: jax.Array, n: jax.Array) -> dict[str, jax.Array]:
         "weights": at_queries(jnp.zeros(end), jnp.ones(most)),
         "distances": at_queries(nothing, at_query - 2 * order),
     }
+
+
+def _counter(task: Recall, structure: Any) -> Any:
+    """Compiles (stacked params, key, pairs) -> (right [models, bins], asked [bins]), bins as in `Recall.measure`."""
+    bins = task.length.bit_length()
+
+    @jax.jit
+    def count(params: Any, key: jax.Array, pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            drawn = sequences(task, key, TOGETHER, pairs)
+            bin = jnp.sum(drawn["distances"][..., None] >= 2 ** jnp.arange(1, bins), axis=-1)
+            asked = drawn["weights"][..., None] * jax.nn.one_hot(bin, bins)
+
+            def right(params: Any) -> jax.Array:
+                logits, _ = nnx.merge(structure, params)(drawn["tokens"])
+                return jnp.sum((logits.argmax(-1) == drawn["labels"])[..., None] * asked, axis=(0, 1))
+
+            return jax.vmap(right)(params), asked.sum((0, 1))
+
+        right, asked = jax.lax.map(batch, jax.random.split(key, task.held_out // TOGETHER))
+        return right.sum(0), asked.sum(0)
+
+    return count

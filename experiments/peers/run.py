@@ -1,12 +1,13 @@
-"""Multi-query associative recall (see task.py) by all mixers at equal size, tokens and recipe.
+"""All mixers at equal size, tokens and recipe, on associative recall (recall.py) or on text (text.py).
 
-    python experiments/recall/run.py [--mixers gdn softmax ...] [--seeds 0 1 2] [--rates 1e-3 3e-3 1e-2] ...
-    python experiments/recall/run.py --table DIR... --out DIR        of runs that are there, from several directories
+    python experiments/peers/run.py recall [--mixers gdn softmax ...] [--seeds 0 1 2] [--rates 1e-3 3e-3 1e-2] ...
+    python experiments/peers/run.py text   [--mixers gdn softmax ...] [--seeds 0 1 2] [--rates 3e-3] ...
+    python experiments/peers/run.py text --table DIR... --out DIR     of runs that are there, from several directories
 
 Every model has 4 layers and about the same number of parameters (SwiGLU sizes make up for what the mixers differ in),
-and the same sequences for the same seed. Every mixer is trained with every learning rate; the one reported has the best
-mean over seeds on validation sequences, the accuracies are those on other sequences. A run that is in the directory is
-kept. Writes measured.json for every run, table.md and plot.png.
+and the same sequences for the same seed. On recall every mixer is trained with every learning rate; the one reported
+has the best mean over seeds on validation sequences, the accuracies are those on other sequences. On text there is
+one rate. A run that is in the directory is kept. Writes measured.json for every run, table.md and plot.png.
 """
 
 import argparse
@@ -19,19 +20,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from models import CONTROLS, MIXERS, Size, model
-from report import plot, table
-from task import Task
+import recall_report
+import text_report
+from models import ALL, MIXERS, Size, model
+from recall import Recall
+from text import Text
 from train import RECIPE, SSM_RATE, Budget, train
 
 from jaxmix.bench import environment
 from jaxmix.models import parameter_count, state_bytes
 
+KINDS = {"recall": Recall, "text": Text}
+REPORTS = {"recall": recall_report, "text": text_report}
+BUDGETS = {"recall": Budget(steps=3000, batch=64), "text": Budget(steps=1500, batch=16)}
+SIZES = {"recall": Size(), "text": Size(width=256, heads=4, parameters=4_000_000)}
+RATES = {"recall": [1e-3, 3e-3, 1e-2], "text": [3e-3]}
+
 
 def measure(name: str, chosen: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Trains what is missing of a mixer's runs."""
-    task, budget = Task(**settings["task"]), Budget(**settings["budget"])
-    decoder = model(name, Size(**settings["size"]), vocabulary=task.vocabulary, length=task.length)
+    task, budget = KINDS[chosen.task](**settings["task"]), Budget(**settings["budget"])
+    decoder = model(name, Size(**settings["size"]), vocabulary=task.vocabulary, length=task.longest)
     facts = {
         "mixer": name,
         "settings": settings,
@@ -52,7 +61,7 @@ def measure(name: str, chosen: argparse.Namespace, settings: dict[str, Any]) -> 
             file.parent.mkdir(parents=True, exist_ok=True)
             timing = {"seconds_of_all": seconds, "runs_at_once": len(runs)}
             file.write_text(json.dumps(facts | {"rate": rate, "seed": seed} | timing | found) + "\n")
-            print(name, rate, seed, found["test"]["pairs"], flush=True)
+        print(f"{name}: {seconds:.0f} s", flush=True)
 
 
 def read(directories: list[Path]) -> list[dict[str, Any]]:
@@ -76,33 +85,41 @@ def _file(out: Path, name: str, rate: float, seed: int) -> Path:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    task, budget, size = Task(), Budget(), Size()
-    parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=[*MIXERS, *CONTROLS])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="peak learning rates")
-    parser.add_argument("--together", type=int, help="runs trained at once: all of a mixer, one on a CPU")
-    parser.add_argument("--steps", type=int, default=budget.steps)
-    parser.add_argument("--batch", type=int, default=budget.batch)
-    parser.add_argument("--held-out", type=int, default=budget.held_out, help="sequences of every number of pairs")
-    parser.add_argument("--pairs", type=int, nargs="+", default=list(task.pairs))
-    parser.add_argument("--length", type=int, default=task.length)
-    parser.add_argument("--vocabulary", type=int, default=task.vocabulary)
-    parser.add_argument("--gaps", default=task.gaps, choices=["power", "far"])
-    parser.add_argument("--power", type=float, default=task.power)
-    parser.add_argument("--filler", default=task.filler, choices=["blank", "random"])
-    parser.add_argument("--width", type=int, default=size.width)
-    parser.add_argument("--heads", type=int, default=size.heads)
-    parser.add_argument("--parameters", type=int, default=size.parameters)
-    parser.add_argument("--out", type=Path, default=Path("runs/recall"))
-    parser.add_argument("--table", type=Path, nargs="+", metavar="DIR", help="train nothing, report what is there")
+    tasks = parser.add_subparsers(dest="task", required=True)
+    for name in KINDS:
+        task = tasks.add_parser(name)
+        budget, size = BUDGETS[name], SIZES[name]
+        task.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=list(ALL))
+        task.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+        task.add_argument("--rates", type=float, nargs="+", default=RATES[name], help="peak learning rates")
+        task.add_argument("--together", type=int, help="runs trained at once: all of a mixer, one on a CPU")
+        task.add_argument("--steps", type=int, default=budget.steps)
+        task.add_argument("--batch", type=int, default=budget.batch)
+        task.add_argument("--width", type=int, default=size.width)
+        task.add_argument("--heads", type=int, default=size.heads)
+        task.add_argument("--parameters", type=int, default=size.parameters)
+        task.add_argument("--out", type=Path, default=Path("runs") / name)
+        task.add_argument("--table", type=Path, nargs="+", metavar="DIR", help="train nothing, report what is there")
+    recall, default = tasks.choices["recall"], Recall()
+    recall.add_argument("--held-out", type=int, default=default.held_out, help="sequences of every number of pairs")
+    recall.add_argument("--pairs", type=int, nargs="+", default=list(default.pairs))
+    recall.add_argument("--length", type=int, default=default.length)
+    recall.add_argument("--vocabulary", type=int, default=default.vocabulary)
+    recall.add_argument("--gaps", default=default.gaps, choices=["power", "far"])
+    recall.add_argument("--power", type=float, default=default.power)
+    recall.add_argument("--filler", default=default.filler, choices=["blank", "random"])
+    text, window = tasks.choices["text"], Text()
+    text.add_argument("--length", type=int, default=window.length)
+    text.add_argument("--beyond", type=int, default=window.beyond, help="length of validation windows in the same unit")
+    text.add_argument("--windows", type=int, help="the first so many validation windows only")
     return parser.parse_args()
 
 
 def main() -> None:
     chosen = arguments()
     if not chosen.table:
-        parts = {"task": Task, "budget": Budget, "size": Size}
         given = vars(chosen)
+        parts = {"task": KINDS[chosen.task], "budget": Budget, "size": Size}
         settings = {
             part: dataclasses.asdict(kind(**{field.name: given[field.name] for field in dataclasses.fields(kind)}))
             for part, kind in parts.items()
@@ -117,9 +134,10 @@ def main() -> None:
     if not runs:
         raise SystemExit("no runs found")
     chosen.out.mkdir(parents=True, exist_ok=True)
-    text = table(runs)
+    report = REPORTS[chosen.task]
+    text = report.table(runs)
     (chosen.out / "table.md").write_text(text + "\n")
-    plot(runs, chosen.out / "plot.png")
+    report.plot(runs, chosen.out / "plot.png")
     print(text)
     print(runs[0]["settings"])
     print(RECIPE, f"times the learning rate, of state spaces at most {SSM_RATE}; warm-up a tenth of the run")

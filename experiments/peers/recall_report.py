@@ -1,4 +1,4 @@
-"""Table and plot of measured runs."""
+"""Table and plot of what was measured on recall."""
 
 import statistics
 from pathlib import Path
@@ -25,25 +25,25 @@ def table(runs: list[Run]) -> str:
     """Accuracy by number of pairs, by distance with the most pairs, and by learning rate; mean ± deviation."""
     best = chosen_runs(runs)
     pairs = list(runs[0]["test"]["pairs"])
-    lines = _row("mixer", "parameters", "state, kB", "rate", *(f"{n} pairs" for n in pairs), "mean")
+    lines = row("mixer", "parameters", "state, kB", "rate", *(f"{n} pairs" for n in pairs), "mean")
     for name, group in best.items():
         facts = f"{group[0]['parameters']:,}", f"{group[0]['state_bytes'] / 1000:.0f}", f"{group[0]['rate']:g}"
-        cells = [_spread([run["test"]["pairs"][n] for run in group]) for n in pairs]
-        lines += _row(name, *facts, *cells, _spread([_accuracy(run, "test") for run in group]))[:1]
+        cells = [spread([run["test"]["pairs"][n] for run in group]) for n in pairs]
+        lines += row(name, *facts, *cells, spread([_accuracy(run, "test") for run in group]))[:1]
 
     lines += ["", f"Queries of {pairs[-1]} pairs by tokens since the key:", ""]
     bins = _bins(runs[0], pairs[-1])
-    lines += _row("mixer", *(label for _, label in bins))
+    lines += row("mixer", *(label for _, label in bins))
     for name, group in best.items():
-        lines += _row(name, *(_spread([_at(run, pairs[-1], i) for run in group]) for i, _ in bins))[:1]
+        lines += row(name, *(spread([_at(run, pairs[-1], i) for run in group]) for i, _ in bins))[:1]
 
     rates = sorted({run["rate"] for run in runs})
     lines += ["", "Mean over pairs by peak learning rate, and nats per query in the last twentieth of training:", ""]
-    lines += _row("mixer", *(f"{rate:g}" for rate in rates), *(f"nats, {rate:g}" for rate in rates))
+    lines += row("mixer", *(f"{rate:g}" for rate in rates), *(f"nats, {rate:g}" for rate in rates))
     for name in best:
         groups = [[run for run in runs if run["mixer"] == name and run["rate"] == rate] for rate in rates]
-        accuracy = [_spread([_accuracy(run, "test") for run in group]) for group in groups]
-        lines += _row(name, *accuracy, *(_spread([run["losses"][-1] for run in group]) for group in groups))[:1]
+        accuracy = [spread([_accuracy(run, "test") for run in group]) for group in groups]
+        lines += row(name, *accuracy, *(spread([run["losses"][-1] for run in group]) for group in groups))[:1]
     seeds = {name: [run["seed"] for run in group] for name, group in best.items()}
     lines += ["", "Seeds: " + "; ".join(f"{name} {', '.join(map(str, found))}" for name, found in seeds.items())]
     return "\n".join(lines)
@@ -96,13 +96,14 @@ def _at(run: Run, pairs: str, i: int) -> float:
     return right / asked if asked else float("nan")
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float], digits: int = 3) -> str:
+    """Mean ± standard deviation."""
     if not values:
         return ""
-    mean = f"{statistics.mean(values):.3f}"
-    return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def _row(*cells: str) -> list[str]:
+def row(*cells: str) -> list[str]:
     """A row of a table, and the line that goes under it if it is the first."""
     return [f"| {' | '.join(cells)} |", "|" + " - |" * len(cells)]

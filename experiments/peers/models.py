@@ -1,4 +1,4 @@
-"""The models that are compared: one line each in `MIXERS` or `CONTROLS`, a mixer or a tuple of one per layer."""
+"""The models that are compared: one line each in `MIXERS`, `ABLATIONS` or `CONTROLS`, a mixer or one per layer."""
 
 import dataclasses
 
@@ -25,6 +25,7 @@ GDN = GatedDeltaNetConfig(heads=H)
 SOFTMAX = SoftmaxAttentionConfig(heads=H)
 NO_ROPE = dataclasses.replace(SOFTMAX, rope=False)
 NATSL = NAtSLConfig(heads=H, group=1, chunk_size=16)
+PURE = dataclasses.replace(NATSL, rope=True)
 
 Layers = MixerConfig | tuple[MixerConfig, ...]
 MIXERS: dict[str, Layers] = {
@@ -40,9 +41,20 @@ MIXERS: dict[str, Layers] = {
     "softmax": SOFTMAX,
     "gdn-hybrid": (GDN, GDN, GDN, SOFTMAX),
     "gdn-hybrid-no-rope": (GDN, GDN, GDN, NO_ROPE),
-    "natsl": dataclasses.replace(NATSL, rope=True),
+    "natsl": PURE,
     "natsl-hybrid": (GDN, GDN, GDN, NATSL),
 }
+ABLATIONS: dict[str, Layers] = {
+    "natsl-counterfactual": dataclasses.replace(PURE, counterfactual_router_grad=True),
+    "natsl-hybrid-counterfactual": (GDN, GDN, GDN, dataclasses.replace(NATSL, counterfactual_router_grad=True)),
+    "natsl-own-softmax": dataclasses.replace(PURE, own_chunk="softmax"),
+    "natsl-own-linear": dataclasses.replace(PURE, own_chunk="linear"),
+    "natsl-no-softmax-decay": dataclasses.replace(PURE, decay_through_softmax=False),
+    "natsl-no-branch-norm": dataclasses.replace(PURE, branch_norm=False),
+    "natsl-no-fusion": dataclasses.replace(PURE, fusion=None),
+    "natsl-input-fusion": dataclasses.replace(PURE, fusion="input"),
+}
+"""What NAtS-L's paper takes away, and routers that learn from the branch not taken as well."""
 CONTROLS: dict[str, Layers] = {
     "softmax-conv": dataclasses.replace(SOFTMAX, conv_width=4),
     "softmax-no-rope-conv": dataclasses.replace(NO_ROPE, conv_width=4),
@@ -53,6 +65,7 @@ CONTROLS: dict[str, Layers] = {
     "mamba2-state-128": Mamba2Config(heads=H),
     "interdomain-gate": InterdomainAttentionConfig(heads=H, gate=True),
 }
+ALL = MIXERS | ABLATIONS | CONTROLS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,12 +78,12 @@ class Size:
 
 
 def model(name: str, size: Size, *, vocabulary: int, length: int) -> DecoderConfig:
-    """The decoder with these mixers whose number of parameters is nearest to that of `size`.
+    """The decoder with these mixers, and caches for `length` tokens, whose size is nearest to `size.parameters`.
 
     Raises:
         ValueError: if it is not within 3 %.
     """
-    mixers = (MIXERS | CONTROLS)[name]
+    mixers = ALL[name]
     layers = mixers if isinstance(mixers, tuple) else (mixers,) * LAYERS
     if len(layers) != LAYERS:
         raise ValueError(f"{name}: expected {LAYERS} layers, got {len(layers)}")
