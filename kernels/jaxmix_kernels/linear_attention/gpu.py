@@ -1,0 +1,335 @@
+"""Decayed linear attention on Hopper with Pallas Mosaic GPU: tensor-core products (wgmma) fed by asynchronous copies.
+
+One program owns one head of one sequence and one block of value columns, so its state X [D, columns] stays in the
+registers of one warpgroup while the chunks stream through shared memory. Programs of one head repeat the products of
+queries and keys; that is cheaper than sharing them. For a chunk, with rows t and columns s of M and P:
+
+    out = enter * (a X) + P c,   P = M * (a b^T)
+    X   = kept X + b^T (leave * c)
+
+Operands are bfloat16, every sum is float32. The interpreter of Mosaic GPU takes the left operand of a product from
+shared memory only, and accumulators one at a time, from zero. `_Products` follows it there; on a device P stays in
+registers and products accumulate in place.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmix_kernels.decays import CHUNK, ChunkDecays, Result
+
+Array = jax.Array
+
+SIZES = (32, 64, 128)
+"""Head sizes that the kernel takes."""
+
+_WGMMA_ROWS = 64
+_LARGEST_GRID = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How the work is laid out; the results do not depend on it.
+
+    Attributes:
+        stages: chunks in flight between global and shared memory.
+        columns: value columns of one program, at most: 32 or 64.
+    """
+
+    stages: int = 2
+    columns: int = 64
+
+
+def decayed_attention(
+    a: Array | None,
+    b: Array,
+    c: Array,
+    decays: ChunkDecays | None,
+    initial: Array | None,
+    *,
+    weights: Array | None = None,
+    reverse: bool = False,
+    outputs: bool = True,
+    interpret: Any = False,
+    tuning: Tuning | None = None,
+) -> Result:
+    """out_t = enter_t (a_t^T X) + sum_s M_ts (a_t . b_s) c_s, X = kept X + sum_s leave_s b_s c_s^T, chunk after chunk.
+
+    M_ts = exp((high_t - high_s) + (low_t - low_s)) for s <= t of one segment, else 0. Every head count divides H, the
+    largest of them; head h reads head h // (H / Hx).
+
+    Args:
+        a: queries [B, T, Ha, D], bfloat16; T is a multiple of `CHUNK`. Not read without outputs, and may be None then.
+        b: keys [B, T, Hb, D].
+        c: values [B, T, Hc, E].
+        decays: decays and segments, of Hd heads; None for neither.
+        initial: state before the first chunk walked, [B, Hs, D, E], float32; None for zeros.
+        weights: [B, T, Hw, E]; asks for dots, the sum over E of out times weights, taken before out is rounded.
+        reverse: walk from the last chunk to the first with M transposed and enter and leave exchanged.
+        outputs: False computes the final state only.
+        interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
+        tuning: how the work is laid out; None for the default.
+
+    Returns:
+        out [B, T, H, E], final [B, H, D, E], dots [B, H, T].
+
+    Raises:
+        NotImplementedError: the kernel does not take these dtypes or sizes.
+        ValueError: the tokens do not fill chunks, or a head count does not divide another.
+    """
+    a, weights = (a, weights) if outputs else (None, None)
+    arrays = [x for x in (a, b, c, weights) if x is not None]
+    key_size, value_size = b.shape[3], c.shape[3]
+    _refuse(arrays, key_size, value_size)
+    heads = max(x.shape[2] for x in arrays)
+    heads = max(heads, 1 if decays is None else decays.enter.shape[1], 1 if initial is None else initial.shape[1])
+    for x, axis in [(x, 2) for x in arrays] + ([] if initial is None else [(initial, 1)]):
+        if heads % x.shape[axis]:
+            raise ValueError(f"every head count must divide the largest, {heads}; got {x.shape[axis]}")
+    # The products of the state have D rows, and a wgmma at least 64.
+    padding = max(0, _WGMMA_ROWS - key_size)
+    if padding:
+        a, b = (None if x is None else jnp.pad(x, [(0, 0)] * 3 + [(0, padding)]) for x in (a, b))
+        initial = None if initial is None else jnp.pad(initial, [(0, 0)] * 2 + [(0, padding), (0, 0)])
+    inputs: dict[str, Array | None] = {"a": a, "b": b, "c": c, "weights": weights, "initial": initial}
+    if decays is not None:
+        enter, leave = (decays.leave, decays.enter) if reverse else (decays.enter, decays.leave)
+        inputs |= {"leave": leave, "kept": decays.kept}
+        if outputs:
+            inputs |= {"enter": enter, "high": decays.high, "low": decays.low, "run": decays.run}
+    given = {name: x for name, x in inputs.items() if x is not None}
+    out, final, dots = _call(given, heads, reverse, outputs, interpret, tuning or Tuning())
+    final = final[:, :, :key_size] if padding else final
+    return Result(out, final, None if dots is None else jnp.sum(dots, axis=2).reshape(*dots.shape[:2], -1))
+
+
+def _refuse(arrays: list[Array], key_size: int, value_size: int) -> None:
+    """Raises for what the kernel does not take."""
+    for x in arrays:
+        if x.dtype != jnp.bfloat16:
+            raise NotImplementedError(f"the Hopper kernel takes bfloat16 operands, got {x.dtype}")
+    if key_size not in SIZES or value_size not in SIZES:
+        raise NotImplementedError(f"the Hopper kernel takes sizes {SIZES}, got D = {key_size} and E = {value_size}")
+    if arrays[0].shape[1] % CHUNK or not arrays[0].shape[1]:
+        raise ValueError(f"the number of tokens must be a multiple of {CHUNK}, got {arrays[0].shape[1]}")
+
+
+def _call(
+    given: dict[str, Array], heads: int, reverse: bool, outputs: bool, interpret: Any, tuning: Tuning
+) -> tuple[Array | None, Array, Array | None]:
+    """Lays out the grid and the shared memory: out, final, and dots [B, H, blocks, N, C]."""
+    batch, tokens, _, key_size = given["b"].shape
+    value_size, dtype = given["c"].shape[3], given["c"].dtype
+    columns = min(value_size, tuning.columns)
+    blocks, count = value_size // columns, tokens // CHUNK
+    programs = batch * heads * blocks
+    if programs > _LARGEST_GRID:
+        raise NotImplementedError(f"B * H * E / {columns} must be at most {_LARGEST_GRID}, got {programs}")
+    results = {"final": jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32)}
+    if outputs:
+        results["out"] = jax.ShapeDtypeStruct((batch, tokens, heads, value_size), dtype)
+    if "weights" in given:
+        results["dots"] = jax.ShapeDtypeStruct((batch, heads, blocks, count, CHUNK), jnp.float32)
+    swizzle = plgpu.find_swizzle(min(key_size, columns) * dtype.itemsize * 8)
+    transforms = (plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
+
+    def shared(rows: int, width: int) -> Any:
+        return plgpu.SMEM((rows, width), dtype, transforms=transforms)
+
+    scratch = {}
+    if outputs:
+        scratch["state"] = shared(key_size, columns)
+    if "leave" in given:
+        scratch["scaled"] = shared(CHUNK, columns)
+    if outputs and interpret:
+        scratch["scores"] = shared(CHUNK, CHUNK)
+    body = functools.partial(
+        _program,
+        names=(*given, *results, *scratch),
+        heads=heads,
+        columns=columns,
+        reverse=reverse,
+        stages=tuning.stages,
+        transforms=transforms,
+    )
+    options = {"interpret": plgpu.InterpretGPUParams() if interpret is True else interpret} if interpret else {}
+    kernel = plgpu.kernel(
+        lambda *refs: body(refs),
+        out_type=tuple(results.values()),
+        grid=(programs,),
+        grid_names=("program",),
+        scratch_types=tuple(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **options,
+    )
+    values = dict(zip(results, kernel(*given.values()), strict=True))
+    return values.get("out"), values["final"], values.get("dots")
+
+
+def _program(
+    refs: tuple[Any, ...],
+    *,
+    names: tuple[str, ...],
+    heads: int,
+    columns: int,
+    reverse: bool,
+    stages: int,
+    transforms: tuple[Any, ...],
+) -> None:
+    """One head and one block of columns, all chunks."""
+    ref = dict(zip(names, refs, strict=True))
+    batch, head, block = _split_index(lax.axis_index("program"), heads, ref["final"].shape[3] // columns)
+    key_size, dtype = ref["b"].shape[3], ref["c"].dtype
+    count = ref["c"].shape[1] // CHUNK
+    block_columns = pl.ds(block * columns, columns)
+    products = _Products(ref.get("scores"))
+
+    def of_head(name: str, axis: int) -> Any:
+        return head if ref[name].shape[axis] == heads else lax.div(head, jnp.int32(heads // ref[name].shape[axis]))
+
+    def chunk_index(n: Any) -> Any:
+        return jnp.int32(count - 1) - n if reverse else n
+
+    tile = functools.partial(plgpu.BlockSpec, index_map=lambda n: (chunk_index(n), 0), transforms=transforms)
+    keys, values = tile((CHUNK, key_size)), tile((CHUNK, columns))
+    vector = plgpu.BlockSpec((None, CHUNK), lambda n: (chunk_index(n), 0))
+    sources: dict[str, tuple[Any, Any]] = {}
+    for name in ("a", "b"):
+        if name in ref:
+            sources[name] = keys, ref[name].at[batch, :, of_head(name, 2)]
+    for name in ("c", "weights"):
+        if name in ref:
+            sources[name] = values, ref[name].at[batch, :, of_head(name, 2), block_columns]
+    for name in ("enter", "leave", "high", "low"):
+        if name in ref:
+            sources[name] = vector, ref[name].at[batch, of_head(name, 1)]
+    if "run" in ref:
+        sources["run"] = vector, ref["run"].at[batch]
+    targets: dict[str, tuple[Any, Any]] = {}
+    if "out" in ref:
+        targets["out"] = values, ref["out"].at[batch, :, head, block_columns]
+    if "dots" in ref:
+        targets["dots"] = vector, ref["dots"].at[batch, head, block]
+
+    def step(indices: tuple[Any, ...], *tiles: Any) -> Array:
+        *tiles, state = tiles
+        chunk = dict(zip((*sources, *targets), tiles, strict=True))
+        kept = ref["kept"][batch, of_head("kept", 1), chunk_index(indices[0])] if "kept" in ref else None
+        added = chunk["c"]
+        if "leave" in chunk:
+            scaled = _tile(chunk["c"]).astype(jnp.float32) * _rows(chunk["leave"], columns)
+            ref["scaled"][...] = scaled.astype(dtype)
+            plgpu.commit_smem()
+            added = ref["scaled"]
+        if "out" in chunk:
+            out = products.new((CHUNK, columns), chunk["a"], ref["state"])
+            scores = products.new((CHUNK, CHUNK), chunk["a"], chunk["b"].transpose((1, 0)))
+            out = out * _rows(chunk["enter"], columns) if "enter" in chunk else out
+            scores = _masked(scores, chunk, reverse).astype(dtype)
+            out = products.add(out, scores, chunk["c"])
+            chunk["out"][...] = out.astype(dtype)
+            if "dots" in chunk:
+                chunk["dots"][...] = jnp.sum(out * _tile(chunk["weights"]).astype(jnp.float32), axis=1)
+        state = state if kept is None else state * kept
+        state = products.add(state, chunk["b"].transpose((1, 0)), added)
+        if "state" in ref:
+            ref["state"][...] = state.astype(dtype)
+            plgpu.commit_smem()
+        return state
+
+    if "initial" in ref:
+        source = ref["initial"].at[batch, of_head("initial", 1), :, block_columns]
+        state = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+    else:
+        state = plgpu.layout_cast(jnp.zeros((key_size, columns), jnp.float32), plgpu.Layout.WGMMA)
+    if "state" in ref:
+        ref["state"][...] = state.astype(dtype)
+        plgpu.commit_smem()
+    pipeline = plgpu.emit_pipeline(
+        step,
+        grid=(count,),
+        in_specs=[spec for spec, _ in sources.values()],
+        out_specs=[spec for spec, _ in targets.values()],
+        max_concurrent_steps=stages,
+        init_carry=state,
+    )
+    state = pipeline(*(source for _, source in sources.values()), *(target for _, target in targets.values()))
+    ref["final"][batch, head, :, block_columns] = state
+
+
+def _split_index(program: Any, heads: int, blocks: int) -> tuple[Any, Any, Any]:
+    """Batch, head and block; the blocks of one head are neighbours, which share reads in the cache."""
+    rest, block = lax.div(program, jnp.int32(blocks)), lax.rem(program, jnp.int32(blocks))
+    return lax.div(rest, jnp.int32(heads)), lax.rem(rest, jnp.int32(heads)), block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Products:
+    """Matrix products on the tensor cores; `scratch` [C, C] holds left operands where registers cannot."""
+
+    scratch: Any
+
+    def new(self, shape: tuple[int, int], left: Any, right: Any) -> Array:
+        """left @ right, float32; operands are in shared memory, `left` possibly in registers."""
+        return self._scoped(shape, self._operand(left), right)
+
+    def add(self, total: Array, left: Any, right: Any) -> Array:
+        """total + left @ right."""
+        left = self._operand(left)
+        if self.scratch is not None:
+            return total + self._scoped(total.shape, left, right)
+        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, left, right))(plgpu.ACC.init(total))
+
+    def _operand(self, left: Any) -> Any:
+        if self.scratch is None or not isinstance(left, jax.Array):
+            return left
+        self.scratch[...] = left
+        plgpu.commit_smem()
+        return self.scratch
+
+    @staticmethod
+    def _scoped(shape: tuple[int, ...], left: Any, right: Any) -> Array:
+        def product(accumulator: Any) -> Array:
+            plgpu.wgmma(accumulator, left, right)
+            plgpu.wgmma_wait(0)
+            return accumulator[...]
+
+        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+
+
+def _masked(scores: Array, chunk: dict[str, Any], reverse: bool) -> Array:
+    """M * scores, [C, C]."""
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (CHUNK, CHUNK), layout=plgpu.Layout.WGMMA)
+    seen = iota(0) <= iota(1) if reverse else iota(0) >= iota(1)
+    if "high" not in chunk:
+        return jnp.where(seen, scores, 0.0)
+    exponents = _rows(chunk["high"]) - _columns(chunk["high"])
+    exponents = exponents + (_rows(chunk["low"]) - _columns(chunk["low"]))
+    if "run" in chunk:
+        seen = seen & (_rows(chunk["run"]) == _columns(chunk["run"]))
+    return scores * jnp.exp(jnp.where(seen, -exponents if reverse else exponents, -jnp.inf))
+
+
+def _tile(ref: Any) -> Array:
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+
+
+def _rows(ref: Any, width: int = CHUNK) -> Array:
+    """A vector [C] along the rows of a matrix of products [C, width]."""
+    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
+    return lax.broadcast_in_dim(vector, (CHUNK, width), [0])
+
+
+def _columns(ref: Any) -> Array:
+    """A vector [C] along the columns of a matrix of products [C, C].
+
+    Where a vector is loaded for rows as well, loads that differ in nothing would be made one, and no layout serves both.
+    """
+    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])
