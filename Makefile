@@ -29,7 +29,7 @@ define install
 	fi
 endef
 
-.PHONY: help setup setup-dev quickstart verify bench test lint types format docs lock oracles clean
+.PHONY: help setup setup-dev quickstart verify bench test lint types format docs lock oracles tpu-compile clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,24 @@ $(ORACLE_VENV)/.installed: tests/oracles/requirements.txt
 	@if $(HAVE_UV); then uv venv --quiet --seed --python $(ORACLE_PYTHON) $(ORACLE_VENV); \
 	else $(ORACLE_PYTHON) -m venv $(ORACLE_VENV); fi
 	@$(ORACLE_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@touch $@
+
+TPU_VENV := .venv-tpu
+
+tpu-compile: export JAX_PLATFORMS := cpu
+tpu-compile: $(TPU_VENV)/.installed ## compile every TPU kernel ahead of time and print what it needs; no TPU is used
+	@$(TPU_VENV)/bin/python -m tests.kernels.aot_tpu
+
+# The extra of the locked jax names the libtpu that fits it, which lock files for every platform cannot hold.
+$(TPU_VENV)/.installed: requirements-dev.lock pyproject.toml $(BIN)/python
+	@echo "Installing $< and libtpu (220 MB) into $(TPU_VENV)"
+	@rm -rf $(TPU_VENV)
+	@if $(HAVE_UV); then uv venv --quiet --seed --python $(BIN)/python $(TPU_VENV); \
+	else $(BIN)/python -m venv $(TPU_VENV); fi
+	@$(TPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r $<
+	@$(TPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@$(TPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check \
+	    "jax[tpu]==$$($(TPU_VENV)/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))')"
 	@touch $@
 
 clean: ## remove .venv, caches and build outputs; training runs stay

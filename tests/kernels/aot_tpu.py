@@ -1,0 +1,128 @@
+"""Compiles every TPU kernel ahead of time, without a TPU, and prints a table: `make tpu-compile`."""
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import tempfile
+import time
+from pathlib import Path
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+HEADER = ("kernel", "dtype", "D, E", "chip", "seconds", "VMEM bytes", "temp bytes", "flops", "bundles")
+
+LEGEND = """\
+Compiled with batch 1, 4096 tokens and 16 heads (`decayed_attention`, grouped: 4 heads of `b` and `c`).
+
+- seconds: to lower and compile, on this machine's CPU.
+- VMEM bytes: the most that a kernel of the program holds in scoped vector memory, double buffers included.
+- temp bytes: HBM that the program takes besides arguments and results. It counts copies between the layout in which
+  XLA hands over arguments and that of the kernel, which fuse into the producers of a larger program.
+- flops: by XLA's cost analysis of the program, with the estimates that the kernels state.
+- bundles: instruction words of the kernel's final schedule, all kernels of the program added: one a cycle, each loop
+  body once. A body is one grid step, of at most 8 chunks of 64 tokens. Waiting for memory is not in it.
+
+It shows that the kernels lower, compile and fit for these chips. No TPU was run: it shows nothing about values on a TPU
+(those are checked in the interpreter, on a CPU), about speed, or about races on the device."""
+
+
+def cases():
+    """Name, sizes and dtype of every kernel, with a function and the shapes of its arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmix_kernels.linear_attention import tpu, vjp
+    from jaxmix_kernels.target import Target
+    from tests.kernels import reference
+
+    def gradient(q, k, v, decays, initial):
+        def loss(q, k, v, steps, initial):
+            given = decays.__class__(**{**vars(decays), "steps": steps})
+            out, final = vjp.linear_attention(q, k, v, given, initial, target=Target("tpu"))
+            return jnp.sum(out.astype(jnp.float32)) + jnp.sum(final)
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, decays.steps, initial)
+
+    def backward(a, b, c, decays, initial, weights):
+        return tpu.decayed_attention(a, b, c, decays, initial, weights=weights, reverse=True)
+
+    for dtype, sizes in ((jnp.bfloat16, (64, 128)), (jnp.float32, (128,))):
+        for size in sizes:
+            shapes = {"batch": 1, "tokens": 4096, "heads": 16, "key_size": size, "value_size": size, "dtype": dtype}
+            shapes |= {"b_heads": 4, "c_heads": 4}
+            *case, weights = jax.eval_shape(functools.partial(reference.random_case, **shapes))
+            yield "decayed_attention", dtype, size, tpu.decayed_attention, case
+            yield "decayed_attention, reverse", dtype, size, backward, (*case, weights)
+            yield "linear_attention, gradient", dtype, size, gradient, case
+
+
+def compile_for(device, function, arguments):
+    """The program compiled for `device` and the seconds that took."""
+    import jax
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    start = time.perf_counter()
+    program = jax.jit(function).trace(*arguments).lower().compile()
+    return program, time.perf_counter() - start
+
+
+def vmem_bytes(program) -> int:
+    """The most scoped VMEM of a kernel, as the compiler notes it in the optimised program."""
+    kernels = [line for line in program.as_text().splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    noted = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    return max(int(size) for line in kernels for size in re.findall(noted, line))
+
+
+def bundles(program, folder: Path) -> int:
+    """Instruction bundles of the kernels of the program, from the schedules that the compiler wrote to `folder`."""
+    names = re.findall(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', program.as_text())
+    total = 0
+    for name in names:
+        (file,) = folder.glob(f"*-{name}-*schedule-analysis_final_bundles.txt")
+        total += int(re.findall(r"total scheduled bundles:\s+(\d+)", file.read_text())[0])
+    for file in folder.iterdir():
+        file.unlink()
+    return total
+
+
+def main() -> None:
+    """Prints the table in Markdown."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu")]
+    print("Command: `make tpu-compile`\n")
+    print(f"python {platform.python_version()}, {', '.join(versions)}, date {datetime.date.today()}\n")
+    print(LEGEND, end="\n\n")
+    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (f"dump_to={folder}", "dump_llo_text=true", "dump_llo_pass_label_regex=.*final_bundles.*")
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_{flag}" for flag in flags)
+        from jax.experimental import topologies
+
+        chips = {
+            chip: topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
+            for chip, name in TOPOLOGIES.items()
+        }
+        for name, dtype, size, function, arguments in cases():
+            for chip, device in chips.items():
+                program, seconds = compile_for(device, function, arguments)
+                flops = int(program.cost_analysis()["flops"])
+                temp = program.memory_analysis().temp_size_in_bytes
+                row = (
+                    name,
+                    dtype.__name__,
+                    f"{size}, {size}",
+                    chip,
+                    f"{seconds:.1f}",
+                    vmem_bytes(program),
+                    temp,
+                    flops,
+                )
+                print("| " + " | ".join(map(str, (*row, bundles(program, Path(folder))))) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
