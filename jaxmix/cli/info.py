@@ -14,7 +14,7 @@ from rich.table import Table
 
 from jaxmix.arrays import check_count
 from jaxmix.bench.environment import devices, versions
-from jaxmix.mixers.dispatch import choose
+from jaxmix.mixers.dispatch import Operands, choose
 from jaxmix.models import PRESETS, DecoderConfig, flops_per_token, get_preset, parameter_groups, state_bytes
 from jaxmix.nn import MixerConfig, SoftmaxAttentionConfig
 
@@ -76,7 +76,12 @@ def describe(config: DecoderConfig, length: int) -> dict[str, Any]:
     """Sizes of a model and how its layers are computed, as plain values."""
     groups = parameter_groups(config)
     layers = [
-        {"mixer": layer.name, "layers": count, **implementation(layer), "config": layer.to_dict()}
+        {
+            "mixer": layer.name,
+            "layers": count,
+            **implementation(layer, Operands(config.dtype, length, *layer.head_sizes(config.d_model))),
+            "config": layer.to_dict(),
+        }
         for layer, count in Counter(config.layers).items()
     ]
     return {
@@ -91,17 +96,19 @@ def describe(config: DecoderConfig, length: int) -> dict[str, Any]:
     }
 
 
-def implementation(layer: MixerConfig) -> dict[str, str]:
-    """The implementation that serves a layer on this machine, and why, or that none does."""
+def implementation(layer: MixerConfig, operands: Operands | None = None) -> dict[str, str]:
+    """The implementation that serves a layer on this machine with these operands, and why, or that none does."""
     if isinstance(layer, SoftmaxAttentionConfig):
         return {"implementation": "jax.nn.dot_product_attention", "why": "softmax attention has no other"}
     try:
-        form = choose(layer.name, layer.implementation, 64, None)
+        chunk_size = getattr(layer, "chunk_size", 64)
+        implementations = type(layer).implementations
+        choice = choose(
+            layer.mixer_name, layer.implementation, chunk_size, None, implementations=implementations, operands=operands
+        )
     except NotImplementedError as error:
         return {"implementation": "none", "why": str(error)}
-    if layer.implementation is not None:
-        return {"implementation": form, "why": "the configuration asks for it"}
-    return {"implementation": form, "why": "the fastest that exists for this mixer on this device"}
+    return {"implementation": choice.form, "why": choice.why}
 
 
 def _print(facts: dict[str, Any], console: Console) -> None:

@@ -60,6 +60,9 @@ class Chunks:
     size: int
     sequence_axis: str | None
 
+    beside = staticmethod(beside)
+    apart = staticmethod(apart)
+
     @classmethod
     def cut(
         cls, log_decay: Array | None, segments: Segments | None, size: int, sequence_axis: str | None = None

@@ -54,6 +54,11 @@ class LogDecay:
         """Exclusive prefix sums: what had accumulated before each token."""
         return LogDecay(_previous(self.high), _previous(self.low), self.steps, True)
 
+    def times(self, power: int) -> "LogDecay":
+        """The log decays of a^power; `high` of an odd power is rounded and `low` has what that misses."""
+        high, rounding = _exact_difference((power - power % 2) * self.high, -(power % 2) * self.high)
+        return LogDecay(high, power * self.low + rounding, power * self.steps, self.exclusive)
+
     def from_start(self) -> Array:
         """Log decay from the chunk's start to each token, [..., C]."""
         return self.high + self.low

@@ -1,11 +1,41 @@
 """Which implementation serves a call."""
 
+import dataclasses
 from typing import Any, Literal
 
 from jaxmix.arrays import check_count, fail
+from jaxmix_kernels.target import Target, current_target
 
 Implementation = Literal["serial", "scan", "pallas"]
 IMPLEMENTATIONS = ("serial", "scan", "pallas")
+
+KERNELS = ("linear_attention", "hla2", "ahla", "hla3")
+"""Mixers that Pallas kernels serve."""
+KERNEL_CHUNK = 64
+"""Tokens per chunk of the kernels; with another `chunk_size` only an explicit "pallas" takes them."""
+SHORTEST, SMALLEST = 64, 32
+"""Fewest tokens, and smallest key and value size, for which kernels are taken without being asked for."""
+
+ASKED = "it is asked for"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What a kernel would have to take: the dtype of q, k and v ("mixed" if they differ), T, D and E."""
+
+    dtype: str
+    length: int
+    key_size: int
+    value_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """An implementation, why it serves, and what kernels are made for if it is "pallas"."""
+
+    form: str
+    why: str
+    target: Target | None = None
 
 
 def choose(
@@ -15,8 +45,14 @@ def choose(
     sequence_axis: Any,
     *,
     implementations: tuple[str, ...] = IMPLEMENTATIONS,
-) -> str:
-    """The implementation for one call: what was asked for, or the fastest that exists for this mixer.
+    operands: Operands | None = None,
+) -> Choice:
+    """The implementation for one call: what was asked for, or the fastest that serves it.
+
+    `operands` are those of a mixer of KERNELS; None leaves them out of account. Left to choose, the kernels are taken
+    where all of this holds: the mixer has one, the device is a Hopper GPU or a TPU, T is not split over devices, q, k
+    and v are bfloat16, T >= 64, D and E are between 32 and 128, and `chunk_size` is 64. Everything else is served by
+    the scan.
 
     Raises:
         ValueError: for an unknown implementation or a bad `chunk_size` or `sequence_axis`.
@@ -27,13 +63,50 @@ def choose(
     check_count("chunk_size", chunk_size)
     if not isinstance(sequence_axis, str | None):
         fail("sequence_axis", "None or the name of a shard_map axis", repr(sequence_axis))
-    if implementation == "pallas":
-        raise NotImplementedError(
-            f"{mixer}: no Pallas kernel exists yet; pass implementation='scan', or None to take the fastest that does"
-        )
     if implementation == "serial" and sequence_axis is not None:
         raise NotImplementedError(
             f"{mixer}: the serial form cannot split T over the devices of sequence_axis={sequence_axis!r}; "
             "use implementation='scan'"
         )
-    return implementation or "scan"
+    if implementation in ("pallas", None):
+        target, refusal = _find_kernel(mixer, sequence_axis, operands)
+        if implementation == "pallas":
+            if target is None or refusal:
+                raise NotImplementedError(
+                    f"{mixer}: {refusal}; pass implementation='scan', or None to take the fastest that serves the call"
+                )
+            return Choice("pallas", ASKED, target)
+        refusal = refusal or _not_worthwhile(chunk_size, operands)
+        if target is None or refusal:
+            return Choice("scan", refusal)
+        return Choice("pallas", f"a Pallas kernel for {target.platform.upper()}s serves the call", target)
+    return Choice(implementation, ASKED)
+
+
+def _find_kernel(mixer: str, sequence_axis: str | None, operands: Operands | None) -> tuple[Target | None, str]:
+    """What kernels are made for, and why none serves the call ("" if one does)."""
+    if mixer not in KERNELS:
+        return None, "no Pallas kernel exists for this mixer and its options"
+    if sequence_axis is not None:
+        return None, f"the Pallas kernels do not split T over the devices of sequence_axis={sequence_axis!r}"
+    target = current_target()
+    if target is None:
+        return None, "the Pallas kernels need a Hopper GPU or a TPU"
+    if operands is None:
+        return target, ""
+    if operands.dtype == "mixed":
+        return target, "the Pallas kernels need q, k and v of one dtype"
+    return target, target.refusal(operands.dtype, operands.key_size, operands.value_size) or ""
+
+
+def _not_worthwhile(chunk_size: int, operands: Operands | None) -> str:
+    """Why a kernel is not taken without being asked for, "" if it is."""
+    if operands is None:
+        return ""
+    if operands.dtype != "bfloat16":
+        return f"kernels are taken for bfloat16, not {operands.dtype}, unless asked for"
+    if operands.length < SHORTEST or min(operands.key_size, operands.value_size) < SMALLEST:
+        return f"kernels are taken from {SHORTEST} tokens and sizes of {SMALLEST} on, unless asked for"
+    if chunk_size != KERNEL_CHUNK:
+        return f"the kernels have chunks of {KERNEL_CHUNK}, and chunk_size={chunk_size}"
+    return ""

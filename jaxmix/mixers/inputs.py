@@ -146,14 +146,21 @@ def prepare_inputs(
     log_decay: Array | None,
     segment_ids: Array | None,
     axis: str | None,
+    *,
+    for_kernel: bool = False,
 ) -> Inputs:
-    """Cast to the compute dtype, clear padding and split heads."""
+    """Cast to the compute dtype, clear padding and split heads.
+
+    For a kernel, queries, keys and values keep their dtype, and keys and values their heads.
+    """
     segments = None if segment_ids is None else find_segments(segment_ids, axis)
     if log_decay is not None:
         log_decay = jnp.broadcast_to(log_decay, (sizes.batch, sizes.length, sizes.groups)).astype(sizes.dtype)
         log_decay = where_valid(segments, log_decay)
-    q, k, v = jax.tree.map(lambda x: where_valid(segments, jnp.asarray(x)).astype(sizes.dtype), (q, k, v))
-    k, v = jax.tree.map(lambda x: _spread(x, sizes.groups), (k, v))
+    q, k, v = jax.tree.map(lambda x: where_valid(segments, jnp.asarray(x)), (q, k, v))
+    if not for_kernel:
+        k, v = jax.tree.map(lambda x: _spread(x.astype(sizes.dtype), sizes.groups), (k, v))
+        q = None if q is None else q.astype(sizes.dtype)
     if q is not None:
         q = _spread(q, sizes.groups) if q.shape[2] < sizes.groups else q
         q = q.reshape(sizes.batch, sizes.length, sizes.groups, -1, sizes.key_size)

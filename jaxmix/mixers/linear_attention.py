@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmix.arrays import Array, Dtype, einsum
-from jaxmix.mixers.chunking import Chunks, apart, beside
+from jaxmix.mixers.chunking import Chunks
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.prefix import decayed_sum
 from jaxmix.mixers.recurrence import Output, Recurrence, run
@@ -85,8 +85,8 @@ class _LinearAttention(Recurrence):
         return state, read_rows(q, state.P[:, :, None], state.m[:, :, None])
 
     def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-        out, moments = chunks.linear(q, k, v, beside(state.P, state.m))
-        return out, LinearAttentionState(*apart(moments))
+        out, moments = chunks.linear(q, k, v, chunks.beside(state.P, state.m))
+        return out, LinearAttentionState(*chunks.apart(moments))
 
     def read(self, state: Any, q: Array) -> Output:
         return state.read(q)

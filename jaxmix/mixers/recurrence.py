@@ -14,12 +14,14 @@ import jax.numpy as jnp
 
 from jaxmix.arrays import Array, check_flag, check_positive, expand_to, from_numpy
 from jaxmix.mixers.chunking import Chunks, apart, beside, join_chunks, split_chunks
-from jaxmix.mixers.dispatch import choose
+from jaxmix.mixers.dispatch import Operands, choose
 from jaxmix.mixers.inputs import Inputs, Sizes, check_decay_sign, check_inputs, prepare_inputs
+from jaxmix.mixers.kernel_chunks import KernelChunks
 from jaxmix.mixers.prefix import prefix_scan
 from jaxmix.mixers.segments import where_valid
 from jaxmix.mixers.state import check_state, group_heads, merge_heads
 from jaxmix.parallel.collectives import vary_like
+from jaxmix_kernels.target import Target
 
 Output = tuple[Array, Array]
 """Numerator [..., E] and denominator [...]; None in its place where a mixer has none."""
@@ -134,13 +136,22 @@ def run(
 ) -> tuple[Array, Any]:
     """Check one call of a mixer of queries, keys and values, and run it; see the public mixers for the arguments."""
     q, k, v, log_decay, segment_ids = map(from_numpy, (q, k, v, log_decay, segment_ids))
-    form = choose(mixer.name, implementation, chunk_size, sequence_axis)
     check_flag("normalize", normalize)
     check_positive("eps", eps)
     sizes = check_inputs(q, k, v, log_decay, segment_ids)
     check_decay_sign(log_decay, segment_ids)
+    operands = Operands(_common_dtype(sizes, q, k, v), sizes.length, sizes.key_size, sizes.value_size)
+    choice = choose(mixer.name, implementation, chunk_size, sequence_axis, operands=operands)
     arrays = (q, k, v, log_decay, segment_ids, initial_state, None)
-    return run_checked(mixer, sizes, form, arrays, eps if normalize else None, chunk_size, sequence_axis)
+    return run_checked(
+        mixer, sizes, choice.form, arrays, eps if normalize else None, chunk_size, sequence_axis, choice.target
+    )
+
+
+def _common_dtype(sizes: Sizes, *arrays: Array) -> str:
+    """The dtype of all arrays, float64 where only the decays have it, or "mixed"."""
+    names = {str(x.dtype) for x in arrays} | ({"float64"} if sizes.dtype == jnp.float64 else set())
+    return names.pop() if len(names) == 1 else "mixed"
 
 
 def run_checked(
@@ -151,6 +162,7 @@ def run_checked(
     eps: float | None,
     chunk_size: int,
     sequence_axis: str | None,
+    target: Target | None = None,
 ) -> tuple[Array, Any]:
     """Runs a recurrence on arrays that were checked, all but the state.
 
@@ -162,6 +174,7 @@ def run_checked(
         eps: of the normaliser; None for outputs that are not normalised.
         chunk_size: tokens per chunk.
         sequence_axis: shard_map axis over which T is split, or None.
+        target: what kernels are made for, if the form is "pallas".
     """
     initial_state = arrays[5]
     if initial_state is not None:
@@ -170,10 +183,10 @@ def run_checked(
         form = "step"
     elif mixer.by_token and form == "scan" and chunk_size == 1:
         form = "tokens"
-    return _run(mixer, sizes, form, eps, chunk_size, sequence_axis, *arrays)
+    return _run(mixer, sizes, form, eps, chunk_size, sequence_axis, target, *arrays)
 
 
-@functools.partial(jax.jit, static_argnums=range(6))
+@functools.partial(jax.jit, static_argnums=range(7))
 def _run(
     mixer: Recurrence,
     sizes: Sizes,
@@ -181,6 +194,7 @@ def _run(
     eps: float | None,
     chunk_size: int,
     sequence_axis: str | None,
+    target: Target | None,
     q: Array | None,
     k: Array | None,
     v: Array,
@@ -191,7 +205,7 @@ def _run(
 ) -> tuple[Array, Any]:
     state = mixer.zero_state(sizes) if initial_state is None else initial_state
     mixer = mixer.bind(parameters if sequence_axis is None else vary_like(parameters, v))
-    inputs = prepare_inputs(sizes, q, k, v, log_decay, segment_ids, sequence_axis)
+    inputs = prepare_inputs(sizes, q, k, v, log_decay, segment_ids, sequence_axis, for_kernel=form == "pallas")
     state = group_heads(state, sizes.groups)
     with jax.named_scope(f"{mixer.name}_{form}"):
         if form == "step":
@@ -200,6 +214,9 @@ def _run(
             (num, den), state = mixer.serial(inputs, state)
         elif form == "tokens":
             (num, den), state = _token_scan(mixer, inputs, state, sequence_axis)
+        elif form == "pallas":
+            assert target is not None
+            (num, den), state = _kernel(mixer, inputs, state, sizes, target)
         else:
             (num, den), state = _chunk_scan(mixer, inputs, state, min(chunk_size, sizes.length), sequence_axis)
     out = num if eps is None or den is None else num / (den[..., None] + eps)
@@ -237,6 +254,13 @@ def _chunk_scan(mixer: Recurrence, inputs: Inputs, state: Any, size: int, sequen
     out, state = mixer.chunked(mixer.cut(inputs, size, sequence_axis), q, k, v, state)
     out = join_chunks(out, length)
     return apart(out) if mixer.normalizes else (out, None), state
+
+
+def _kernel(mixer: Recurrence, inputs: Inputs, state: Any, sizes: Sizes, target: Target) -> tuple[Output, Any]:
+    chunks: Any = KernelChunks.cut(inputs.log_decay, inputs.segments, sizes.groups, sizes.dtype, target)
+    values = chunks.beside(inputs.v, jnp.ones_like(inputs.v[..., 0], sizes.dtype))
+    out, state = mixer.chunked(chunks, inputs.q, inputs.k, values, state)
+    return chunks.apart(out), state
 
 
 def _where(condition: Array, a: Any, b: Any) -> Any:

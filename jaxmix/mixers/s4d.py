@@ -165,7 +165,7 @@ def s4d(
     Source: Gu et al., "On the Parameterization and Initialization of Diagonal State Space Models", arXiv 2206.11893.
     """
     x, A, delta, C, D, segment_ids = map(from_numpy, (x, A, delta, C, D, segment_ids))
-    form = choose("s4d", implementation, chunk_size, sequence_axis, implementations=(*IMPLEMENTATIONS, "fft"))
+    form = choose("s4d", implementation, chunk_size, sequence_axis, implementations=(*IMPLEMENTATIONS, "fft")).form
     check_array("x", x, "[B, T, H, E]", (None,) * 4, INPUT_DTYPES)
     batch, length, heads, size = x.shape
     check_sizes("x", x, "BTHE")

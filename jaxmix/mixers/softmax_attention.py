@@ -102,7 +102,7 @@ def softmax_attention(
             and v exactly, or more tokens than the cache can take.
         NotImplementedError: for implementation="pallas".
     """
-    form = choose("softmax_attention", implementation, 1, None)
+    form = choose("softmax_attention", implementation, 1, None).form
     sizes = check_inputs(q, k, v, None, segment_ids)
     cache = _checked_cache(sizes, k, v, initial_state, capacity)
     if segment_ids is None and sizes.length > cache.capacity:

@@ -105,7 +105,7 @@ def ssd(
     Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060.
     """
     x, dt, A, B, C, D, segment_ids = map(from_numpy, (x, dt, A, B, C, D, segment_ids))
-    form = choose("ssd", implementation, chunk_size, sequence_axis)
+    form = choose("ssd", implementation, chunk_size, sequence_axis).form
     check_array("x", x, "[B, T, H, E]", (None,) * 4, INPUT_DTYPES)
     check_sizes("x", x, "BTHE")
     batch, length, heads, size = x.shape

@@ -76,6 +76,11 @@ class MixerConfig:
         raise NotImplementedError
 
     @property
+    def mixer_name(self) -> str:
+        """The name that `jaxmix.mixers.dispatch` knows the mixer function by, its options included."""
+        return self.name
+
+    @property
     def groups(self) -> int:
         """The number of key/value heads G."""
         return self.heads if self.kv_heads is None else self.kv_heads

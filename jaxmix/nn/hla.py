@@ -70,6 +70,12 @@ class HLAConfig(RecurrentConfig):
         return self.heads * (chain + self.linear_products(keys, values) + keys * keys)
 
     @property
+    def mixer_name(self) -> str:
+        """That of the function of this order; the printed forms have names of their own."""
+        name = {2: "hla2", "asymmetric": "ahla", 3: "hla3"}[self.order]
+        return f"{name}_printed" if "printed" in (self.decay_form, self.mask) else name
+
+    @property
     def mixer(self) -> Callable[..., tuple[Array, Any]]:
         """The function of this order."""
         if self.order == 2:

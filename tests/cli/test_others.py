@@ -7,7 +7,7 @@ import jaxmix.cli.verify
 from jaxmix.cli import main
 from jaxmix.cli.info import implementation
 from jaxmix.models import PRESETS, get_preset, parameter_count, state_bytes
-from jaxmix.nn import HLAConfig, SoftmaxAttentionConfig
+from jaxmix.nn import GatedDeltaNetConfig, HLAConfig, SoftmaxAttentionConfig
 
 
 def test_info_gives_the_sizes_of_a_preset(capsys):
@@ -48,11 +48,14 @@ def test_info_names_a_model_that_is_not_there(capsys, name):
 def test_the_implementation_is_explained():
     assert implementation(HLAConfig(heads=1)) == {
         "implementation": "scan",
-        "why": "the fastest that exists for this mixer on this device",
+        "why": "the Pallas kernels need a Hopper GPU or a TPU",
     }
     asked = implementation(HLAConfig(heads=1, implementation="serial"))
-    assert asked == {"implementation": "serial", "why": "the configuration asks for it"}
-    assert "no Pallas kernel" in implementation(HLAConfig(heads=1, implementation="pallas"))["why"]
+    assert asked == {"implementation": "serial", "why": "it is asked for"}
+    assert "need a Hopper GPU or a TPU" in implementation(HLAConfig(heads=1, implementation="pallas"))["why"]
+    printed = HLAConfig(heads=1, decay_form="printed", implementation="pallas")
+    for config in (printed, GatedDeltaNetConfig(heads=1, implementation="pallas")):
+        assert "no Pallas kernel exists" in implementation(config)["why"]
     assert implementation(SoftmaxAttentionConfig(heads=1))["implementation"] == "jax.nn.dot_product_attention"
 
 

@@ -231,7 +231,7 @@ def _run(
     sequence_axis: str | None,
 ) -> tuple[Array, DeltaState]:
     q, k, v, log_decay, beta, segment_ids, write_mask = map(from_numpy, arrays)
-    form = choose(kind.name, implementation, chunk_size, sequence_axis)
+    form = choose(kind.name, implementation, chunk_size, sequence_axis).form
     check_flag("decay_masked", decay_masked)
     if scale is not None:
         check_positive("scale", scale)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmix.arrays import Array, Dtype, einsum
-from jaxmix.mixers.chunking import Chunks, apart, beside
+from jaxmix.mixers.chunking import Chunks
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.linear_attention import outer, read_rows, token_decay
 from jaxmix.mixers.recurrence import Output, Recurrence, run
@@ -94,9 +94,9 @@ class _AHLA(Recurrence):
     def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         """LA(q, k, LA(q, k, v; a); a): the carried matrices are P and E."""
         scores = chunks.scores(q, k)
-        values, inner = chunks.linear(q, k, v, beside(state.P, state.m), scores=scores)
-        out, second = chunks.linear(q, k, values, beside(state.E, state.n), scores=scores)
-        return out, AHLAState(*apart(inner), *apart(second))
+        values, inner = chunks.linear(q, k, v, chunks.beside(state.P, state.m), scores=scores)
+        out, second = chunks.linear(q, k, values, chunks.beside(state.E, state.n), scores=scores)
+        return out, AHLAState(*chunks.apart(inner), *chunks.apart(second))
 
     def read(self, state: Any, q: Array) -> Output:
         return state.read(q)

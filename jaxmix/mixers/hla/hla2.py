@@ -3,8 +3,11 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
+import jax
+import jax.numpy as jnp
+
 from jaxmix.arrays import Array, check_flag, einsum, fail
-from jaxmix.mixers.chunking import Chunks, apart, beside
+from jaxmix.mixers.chunking import Chunks
 from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.hla.hla2_summary import HLA2PrintedSummary, HLA2State, HLA2Summary, read_hla2
 from jaxmix.mixers.linear_attention import outer
@@ -46,28 +49,28 @@ class _HLA2(Recurrence):
         s = s.mT
         scores = chunks.scores(q, kt, power=2) if self.masked and self.decay_form == "masked" else None
 
-        c, g = beside(state.C, state.m), beside(state.G, state.h)
+        c, g = chunks.beside(state.C, state.m), chunks.beside(state.G, state.h)
         c_final = chunks.final(q, v, c)
 
-        def all_pairs() -> Array:
+        def all_pairs() -> Any:
             # q^T S here and S q above differ when a caller's initial S is not symmetric.
             return chunks.linear(chunks.linear(q, k, k, state.S)[0], q, v, c)[0]
 
         if self.decay_form == "printed":
             values, _ = chunks.linear(k, q, v, c, strict=True)
             subtracted, g = chunks.linear(q, k, values, g)
-            out = all_pairs() - subtracted
+            out = _minus(all_pairs(), subtracted)
         else:
             # F = S C - G, the part of S C with i <= j, streams without cancellation; G follows from it.
-            f = _apply(state.S, c) - g
+            f = _minus(_apply(state.S, c), g)
             if self.masked:
                 out, f = chunks.linear(q, kt, v, f, power=2, scores=scores)
             else:
                 out, f = all_pairs(), chunks.final(kt, v, f, power=2)
-            g = _apply(s, c_final) - f
+            g = _minus(_apply(s, c_final), f)
         if self.ridge:
-            out = out + self.ridge * chunks.linear(q, q, v, c)[0]
-        return out, HLA2State(s, *apart(c_final), *apart(g))
+            out = jax.tree.map(lambda x, y: x + self.ridge * y, out, chunks.linear(q, q, v, c)[0])
+        return out, HLA2State(s, *chunks.apart(c_final), *chunks.apart(g))
 
     def read(self, state: Any, q: Array) -> Output:
         return read_hla2(state, q, ridge=self.ridge, masked=self.masked)
@@ -76,13 +79,19 @@ class _HLA2(Recurrence):
 class _HLA2Printed(_HLA2):
     """The paper's decayed recurrence."""
 
+    name = "hla2_printed"
     summary = HLA2PrintedSummary
     decay_form = "printed"
 
 
-def _apply(s: Array, c: Array) -> Array:
-    """S C with S [B, G, D, D] shared by the R query heads of C [B, G, R, D, E]."""
-    return einsum("bgdf,bgrfe->bgrde", s, c)
+def _apply(s: Array, moments: Any) -> Any:
+    """S C with S [B, G, D, D] shared by the R query heads of every C [B, G, R, D, E]."""
+    return jax.tree.map(lambda c: einsum("bgdf,bgrfe->bgrde", s, c), moments)
+
+
+def _minus(a: Any, b: Any) -> Any:
+    """The difference of values, or of moments, and of those of their normaliser."""
+    return jax.tree.map(jnp.subtract, a, b)
 
 
 def hla2(

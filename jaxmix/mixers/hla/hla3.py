@@ -36,9 +36,9 @@ class _HLA3(Recurrence):
         kt, s = chunks.linear(q, k, k, state.S.mT, scores=first)
         scores = chunks.scores(q, kt, power=3)
 
-        vt, p = chunks.linear(q, k, v, beside(state.P, state.m), scores=first)
-        out, f = chunks.linear(q, kt, vt, beside(state.F, state.f), power=3, scores=scores)
-        return out, HLA3State(s.mT, chunks.final(q, q, state.Q), *apart(p), *apart(f))
+        vt, p = chunks.linear(q, k, v, chunks.beside(state.P, state.m), scores=first)
+        out, f = chunks.linear(q, kt, vt, chunks.beside(state.F, state.f), power=3, scores=scores)
+        return out, HLA3State(s.mT, chunks.final(q, q, state.Q), *chunks.apart(p), *chunks.apart(f))
 
     def read(self, state: Any, q: Array) -> Output:
         return state.read(q)

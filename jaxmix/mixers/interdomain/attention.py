@@ -185,7 +185,7 @@ def interdomain_attention(
     Source: Kiyohara et al., "Interdomain Attention: Beyond Token-Level Key-Value Memory", arXiv 2605.24330.
     """
     q, k, v, A, delta, C, segment_ids = map(from_numpy, (q, k, v, A, delta, C, segment_ids))
-    form = choose("interdomain_attention", implementation, chunk_size, sequence_axis)
+    form = choose("interdomain_attention", implementation, chunk_size, sequence_axis).form
     check_flag("conjugate", conjugate)
     check_flag("normalize", normalize)
     check_positive("eps", eps)

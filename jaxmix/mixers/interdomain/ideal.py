@@ -74,7 +74,7 @@ def interdomain_ideal(
     Source: Kiyohara et al., "Interdomain Attention: Beyond Token-Level Key-Value Memory", arXiv 2605.24330.
     """
     q, k, v, segment_ids = map(from_numpy, (q, k, v, segment_ids))
-    form: str = choose("interdomain_ideal", implementation, chunk_size, sequence_axis)
+    form = choose("interdomain_ideal", implementation, chunk_size, sequence_axis).form
     hippo = Hippo(basis, modes, window, discretization)
     check_positive("eps", eps)
     sizes = check_inputs(q, k, v, None, segment_ids)

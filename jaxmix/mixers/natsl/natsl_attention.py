@@ -111,7 +111,7 @@ def natsl_attention(
     """
     arrays = (q, k, v, log_decay, beta, q_softmax, k_softmax, v_softmax, choice, segment_ids)
     q, k, v, log_decay, beta, q_softmax, k_softmax, v_softmax, choice, segment_ids = map(from_numpy, arrays)
-    form = choose("natsl_attention", implementation, chunk_size, None)
+    form = choose("natsl_attention", implementation, chunk_size, None).form
     if form == "serial" and counterfactual_router_grad:
         raise NotImplementedError(
             "natsl_attention: the serial form has no gradient of what was not chosen; with "

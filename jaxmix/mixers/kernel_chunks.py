@@ -1,0 +1,126 @@
+"""Decayed linear attention by a Pallas kernel, with the methods of `Chunks` that the chunked forms use.
+
+Arrays are [B, T, G, R, D], or [B, T, G, D] where the R query heads of a group share them. Queries, keys, values and
+what linear attentions give stay in the dtype of the inputs; states, decays and normalisers are float32. A normaliser
+has a column of its own that no kernel takes: XLA computes it in float32, and drops it where nothing reads it.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmix.arrays import Array, Dtype
+from jaxmix.mixers.chunking import Chunks, join_chunks, split_chunks
+from jaxmix.mixers.dispatch import KERNEL_CHUNK
+from jaxmix.mixers.segments import Segments
+from jaxmix_kernels.decays import ChunkDecays
+from jaxmix_kernels.linear_attention.vjp import final_state, linear_attention
+from jaxmix_kernels.target import Target
+
+
+class Moments(NamedTuple):
+    """Values or states and those of the normaliser, which have one column: [..., E] and [..., 1]."""
+
+    matrix: Any
+    vector: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelChunks:
+    """Decays and segment borders of a sequence that a kernel walks over.
+
+    Attributes:
+        chunks: the same for XLA.
+        groups: heads that keep a state of their own, G.
+        dtype: dtype of states.
+        target: what kernels are made for.
+    """
+
+    chunks: Chunks
+    groups: int
+    dtype: Dtype
+    target: Target
+
+    @classmethod
+    def cut(
+        cls, log_decay: Array | None, segments: Segments | None, groups: int, dtype: Dtype, target: Target
+    ) -> "KernelChunks":
+        """From `log_decay` [B, T, G] and `segments` of [B, T]."""
+        return cls(Chunks.cut(log_decay, segments, KERNEL_CHUNK), groups, dtype, target)
+
+    @staticmethod
+    def beside(matrix: Array, vector: Array) -> Moments:
+        """Values and their normaliser, or the moments of both: [..., E] and [...]."""
+        return Moments(matrix, vector[..., None])
+
+    @staticmethod
+    def apart(x: Moments) -> tuple[Array, Array]:
+        """The inverse of `beside`."""
+        return x.matrix, x.vector[..., 0]
+
+    def scores(self, q: Array, k: Array, *, power: int = 1) -> None:
+        """Nothing: the kernel computes the scores inside a chunk anew for every linear attention."""
+
+    def linear(
+        self, q: Array, k: Array, v: Any, initial: Any, *, power: int = 1, scores: None = None
+    ) -> tuple[Any, Any]:
+        """Causal linear attention LA(q, k, v; a^power) and its final state, as `Chunks.linear`."""
+        if isinstance(v, Moments):
+            out, final = self.linear(q, k, v.matrix, initial.matrix, power=power)
+            parts = self._cut(q), self._cut(k), self._cut(v.vector)
+            den, vector = self.chunks.linear(*parts, initial.vector, power=power)
+            return Moments(out, join_chunks(den, q.shape[1])), Moments(final, vector)
+        arrays = _merge_heads(q), _merge_heads(k), _merge_heads(v), self._decays(power), _merge_state(initial)
+        out, final = linear_attention(*arrays, target=self.target)
+        return out.reshape(*q.shape[:-1], v.shape[-1]), final.reshape(initial.shape)
+
+    def final(self, k: Array, v: Any, initial: Any, *, power: int = 1) -> Any:
+        """The final state of `linear` alone."""
+        if isinstance(v, Moments):
+            vector = self.chunks.final(self._cut(k), self._cut(v.vector), initial.vector, power=power)
+            return Moments(self.final(k, v.matrix, initial.matrix, power=power), vector)
+        arrays = _merge_heads(k), _merge_heads(v), self._decays(power), _merge_state(initial)
+        return final_state(*arrays, target=self.target).reshape(initial.shape)
+
+    def _cut(self, x: Array) -> Array:
+        """What XLA takes: chunks in the dtype of states, with a head for every state."""
+        if x.ndim == 4 and x.shape[2] != self.groups:
+            x = jnp.repeat(x, self.groups // x.shape[2], axis=2)
+        return split_chunks(x.astype(self.dtype), KERNEL_CHUNK)
+
+    def _decays(self, power: int) -> ChunkDecays | None:
+        """Those of a^power; None without decay and segments."""
+        log_decay, run = self.chunks.log_decay, self.chunks.run
+        if log_decay is None and run is None:
+            return None
+        enter, leave, kept = (jax.lax.stop_gradient(x) ** power for x in self.chunks.edges(self.dtype))
+        if log_decay is None:
+            assert run is not None
+            zeros = jnp.zeros((run.shape[0], 1, *run.shape[1:]), self.dtype)
+            high = low = steps = zeros
+        else:
+            scaled = log_decay.times(power)
+            high, low, steps = (jnp.swapaxes(x, 1, 2) for x in (scaled.high, scaled.low, scaled.steps))
+            high, low = jax.lax.stop_gradient((high, low))
+        enter, leave, kept = (jnp.swapaxes(x[..., 0], 1, 2) for x in (enter, leave, kept))
+        return ChunkDecays(
+            high=high,
+            low=low,
+            enter=jnp.broadcast_to(enter, steps.shape),
+            leave=jnp.broadcast_to(leave, steps.shape),
+            kept=jnp.broadcast_to(kept[..., 0], steps.shape[:-1]),
+            run=run,
+            steps=steps,
+        )
+
+
+def _merge_heads(x: Array) -> Array:
+    """[B, T, G, (R,) D] as [B, T, H, D]."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _merge_state(x: Array) -> Array:
+    """[B, G, (R,) D, E] as [B, H, D, E]."""
+    return x.reshape(x.shape[0], -1, *x.shape[-2:])
