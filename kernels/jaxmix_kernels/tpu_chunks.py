@@ -220,17 +220,17 @@ def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def scores(a: Array, b: Array) -> Array:
-    """a_t . b_s, [C, C] float32."""
-    return product(a, b, (1, 1))
+def scores(a: Array, b: Array, decays: Decays) -> Array:
+    """M_ts (a_t . b_s), [C, C] in the dtype of a."""
+    return (decays.mask * product(a, b, (1, 1))).astype(a.dtype)
 
 
-def read(a: Array, c: Array, products: Array, state: Array, decays: Decays) -> Array:
-    """enter_t (a_t^T X) + sum_s M_ts products_ts c_s, [C, E] float32; X [D, E] is the state before the chunk."""
+def read(a: Array, c: Array, weights: Array, state: Array, decays: Decays) -> Array:
+    """enter_t (a_t^T X) + sum_s weights_ts c_s, [C, E] float32; X [D, E] is the state before the chunk."""
     carried = product(a, state.astype(a.dtype), (1, 0))
     if decays.enter is not None:
         carried = decays.enter * carried
-    return carried + product((decays.mask * products).astype(c.dtype), c, (1, 0))
+    return carried + product(weights, c, (1, 0))
 
 
 def add(state: Array, b: Array, c: Array, decays: Decays) -> Array:

@@ -94,7 +94,7 @@ def _kernel(walk: Walk, inputs: dict[str, Any], outputs: dict[str, Any], carried
         decays = Decays.unpack(inputs["rows"], chunk, walk.reverse)
         if inputs["a"] is not None:
             a = inputs["a"][tokens]
-            out = tpu_chunks.read(a, c, tpu_chunks.scores(a, b), state, decays)
+            out = tpu_chunks.read(a, c, tpu_chunks.scores(a, b, decays), state, decays)
             outputs["out"][tokens] = out.astype(c.dtype)
             if inputs["weights"] is not None:
                 outputs["dots"][chunk] = tpu_chunks.row_sums(out * inputs["weights"][tokens].astype(jnp.float32))

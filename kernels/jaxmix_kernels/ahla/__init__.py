@@ -1,0 +1,1 @@
+"""Asymmetric second-order linear attention (AHLA)."""

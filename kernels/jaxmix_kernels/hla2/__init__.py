@@ -1,0 +1,1 @@
+"""Symmetric second-order linear attention (HLA2)."""

@@ -1,0 +1,59 @@
+"""HLA2 forward on a TPU in one kernel: the effective keys never leave VMEM."""
+
+from typing import Any
+
+from jaxmix_kernels.decays import CHUNK, Array, ChunkDecays
+from jaxmix_kernels.tpu_chunks import Decays, add, read, scores
+from jaxmix_kernels.tpu_forward import States, forward
+
+
+def hla2_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    decays: ChunkDecays | None,
+    squared: ChunkDecays | None,
+    initial_s: Array | None,
+    initial_f: Array | None,
+    *,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array]:
+    """LA(q, kt, v; a^2) with kt = LA(q, k, k; a), which is rounded to the dtype of k as an operand.
+
+    Args:
+        q: queries, [B, T, H, D], bfloat16 or float32; all of one dtype. T is a multiple of the chunk length.
+        k: keys, [B, T, Hk, D]; head h reads head h // (H / Hk), and so on for all head counts, which divide H.
+        v: values, [B, T, Hv, E].
+        decays: those of a; None for no decay and no segments.
+        squared: those of a^2.
+        initial_s: S = sum c(s, T) k_s k_s^T before the first token, [B, Hs, D, D], float32; None for zeros.
+        initial_f: F = sum c(s, T)^2 kt_s v_s^T likewise, [B, Hf, D, E].
+        interpret: as of `pl.pallas_call`.
+
+    Returns:
+        out [B, T, H, E] in the dtype of v, and the final S [B, H, D, D] and F [B, H, D, E], float32.
+
+    Raises:
+        NotImplementedError: for dtypes, head sizes or lengths without a kernel.
+    """
+    d, e = q.shape[3], v.shape[3]
+    out, (s, f) = forward(
+        "hla2",
+        _chunk,
+        q,
+        k,
+        v,
+        (decays, squared),
+        (initial_s, initial_f),
+        ((d, d), (d, e)),
+        products=2 * CHUNK * d * (CHUNK + d) + CHUNK * CHUNK * (d + e) + 2 * CHUNK * d * e,
+        interpret=interpret,
+    )
+    return out, s, f
+
+
+def _chunk(q: Array, k: Array, v: Array, decays: tuple[Decays, ...], states: States) -> tuple[Array, States]:
+    (once, twice), (s, f) = decays, states
+    kt = read(q, k, scores(q, k, once), s, once).astype(k.dtype)
+    out = read(q, v, scores(q, kt, twice), f, twice)
+    return out, (add(s, k, k, once), add(f, kt, v, twice))

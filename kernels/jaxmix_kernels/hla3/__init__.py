@@ -1,0 +1,1 @@
+"""Third-order linear attention (HLA3)."""
