@@ -29,7 +29,11 @@ Array = jax.Array
 SIZES = (32, 64, 128)
 """Head sizes that the kernel takes."""
 
+_Accumulator = plgpu.WGMMAAccumulatorRef
+_Tiling: Any = plgpu.TilingTransform
+_Swizzle: Any = plgpu.SwizzleTransform
 _WGMMA_ROWS = 64
+_SLOTS = 2
 _LARGEST_GRID = 2**31 - 1
 
 
@@ -83,7 +87,6 @@ def decayed_attention(
         NotImplementedError: the kernel does not take these dtypes or sizes.
         ValueError: the tokens do not fill chunks, or a head count does not divide another.
     """
-    a, weights = (a, weights) if outputs else (None, None)
     arrays = [x for x in (a, b, c, weights) if x is not None]
     key_size, value_size = b.shape[3], c.shape[3]
     _refuse(arrays, key_size, value_size)
@@ -92,10 +95,12 @@ def decayed_attention(
     for x, axis in [(x, 2) for x in arrays] + ([] if initial is None else [(initial, 1)]):
         if heads % x.shape[axis]:
             raise ValueError(f"every head count must divide the largest, {heads}; got {x.shape[axis]}")
+    a, weights = (a, weights) if outputs else (None, None)
     # The products of the state have D rows, and a wgmma at least 64.
     padding = max(0, _WGMMA_ROWS - key_size)
     if padding:
-        a, b = (None if x is None else jnp.pad(x, [(0, 0)] * 3 + [(0, padding)]) for x in (a, b))
+        a = None if a is None else jnp.pad(a, [(0, 0)] * 3 + [(0, padding)])
+        b = jnp.pad(b, [(0, 0)] * 3 + [(0, padding)])
         initial = None if initial is None else jnp.pad(initial, [(0, 0)] * 2 + [(0, padding), (0, 0)])
     inputs: dict[str, Array | None] = {"a": a, "b": b, "c": c, "weights": weights, "initial": initial}
     if decays is not None:
@@ -137,7 +142,7 @@ def _call(
     if "weights" in given:
         results["dots"] = jax.ShapeDtypeStruct((batch, heads, blocks, count, CHUNK), jnp.float32)
     swizzle = plgpu.find_swizzle(min(key_size, columns) * dtype.itemsize * 8)
-    transforms = (plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
+    transforms = (_Tiling((8, swizzle // dtype.itemsize)), _Swizzle(swizzle))
 
     def shared(rows: int, width: int) -> Any:
         return plgpu.SMEM((rows, width), dtype, transforms=transforms)
@@ -147,7 +152,11 @@ def _call(
         scratch["state"] = shared(key_size, columns)
     if "leave" in given:
         scratch["scaled"] = shared(CHUNK, columns)
-    if outputs and interpret:
+    if outputs:
+        scratch["out_tile"] = plgpu.SMEM((_SLOTS, CHUNK, columns), dtype, transforms=transforms)
+    if "weights" in given:
+        scratch["dots_tile"] = plgpu.SMEM((_SLOTS, CHUNK), jnp.float32)
+    if interpret:
         scratch["scores"] = shared(CHUNK, CHUNK)
     body = functools.partial(
         _program,
@@ -158,7 +167,6 @@ def _call(
         stages=tuning.stages,
         transforms=transforms,
     )
-    options = {"interpret": plgpu.InterpretGPUParams() if interpret is True else interpret} if interpret else {}
     kernel = plgpu.kernel(
         lambda *refs: body(refs),
         out_type=tuple(results.values()),
@@ -166,7 +174,7 @@ def _call(
         grid_names=("program",),
         scratch_types=tuple(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **options,
+        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret or None,
     )
     values = dict(zip(results, kernel(*given.values()), strict=True))
     return values.get("out"), values["final"], values.get("dots")
@@ -211,31 +219,35 @@ def _program(
             sources[name] = vector, ref[name].at[batch, of_head(name, 1)]
     if "run" in ref:
         sources["run"] = vector, ref["run"].at[batch]
-    targets: dict[str, tuple[Any, Any]] = {}
-    if "out" in ref:
-        targets["out"] = values, ref["out"].at[batch, :, head, block_columns]
-    if "dots" in ref:
-        targets["dots"] = vector, ref["dots"].at[batch, head, block]
 
     def step(indices: tuple[Any, ...], *tiles: Any) -> Array:
-        *tiles, state = tiles
-        chunk = dict(zip((*sources, *targets), tiles, strict=True))
-        kept = ref["kept"][batch, of_head("kept", 1), chunk_index(indices[0])] if "kept" in ref else None
+        chunk, state = dict(zip(sources, tiles[:-1], strict=True)), tiles[-1]
+        n = chunk_index(indices[0])
+        kept = ref["kept"][batch, of_head("kept", 1), n] if "kept" in ref else None
         added = chunk["c"]
         if "leave" in chunk:
             scaled = _tile(chunk["c"]).astype(jnp.float32) * _rows(chunk["leave"], columns)
             ref["scaled"][...] = scaled.astype(dtype)
             plgpu.commit_smem()
             added = ref["scaled"]
-        if "out" in chunk:
+        if "out" in ref:
             out = products.new((CHUNK, columns), chunk["a"], ref["state"])
             scores = products.new((CHUNK, CHUNK), chunk["a"], chunk["b"].transpose((1, 0)))
             out = out * _rows(chunk["enter"], columns) if "enter" in chunk else out
             scores = _masked(scores, chunk, reverse).astype(dtype)
             out = products.add(out, scores, chunk["c"])
-            chunk["out"][...] = out.astype(dtype)
-            if "dots" in chunk:
-                chunk["dots"][...] = jnp.sum(out * _tile(chunk["weights"]).astype(jnp.float32), axis=1)
+            plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+            slot = lax.rem(n, jnp.int32(_SLOTS))
+            ref["out_tile"].at[slot][...] = out.astype(dtype)
+            if "dots" in ref:
+                dots = jnp.sum(out * _tile(chunk["weights"]).astype(jnp.float32), axis=1)
+                ref["dots_tile"].at[slot][...] = dots
+            plgpu.commit_smem()
+            if "dots" in ref:
+                dots_target = ref["dots"].at[batch, head, block, n]
+                plgpu.copy_smem_to_gmem(ref["dots_tile"].at[slot], dots_target, commit_group=False)
+            tokens = pl.ds(n * CHUNK, CHUNK)
+            plgpu.copy_smem_to_gmem(ref["out_tile"].at[slot], ref["out"].at[batch, tokens, head, block_columns])
         state = state if kept is None else state * kept
         state = products.add(state, chunk["b"].transpose((1, 0)), added)
         if "state" in ref:
@@ -255,11 +267,11 @@ def _program(
         step,
         grid=(count,),
         in_specs=[spec for spec, _ in sources.values()],
-        out_specs=[spec for spec, _ in targets.values()],
         max_concurrent_steps=stages,
         init_carry=state,
     )
-    state = pipeline(*(source for _, source in sources.values()), *(target for _, target in targets.values()))
+    state = pipeline(*(source for _, source in sources.values()))
+    plgpu.wait_smem_to_gmem(0)
     ref["final"][batch, head, :, block_columns] = state
 
 
@@ -284,7 +296,8 @@ class _Products:
         left = self._operand(left)
         if self.scratch is not None:
             return total + self._scoped(total.shape, left, right)
-        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, left, right))(plgpu.ACC.init(total))
+        accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, left, right))
+        return accumulate(_Accumulator.init(total))
 
     def _operand(self, left: Any) -> Any:
         if self.scratch is None or not isinstance(left, jax.Array):
@@ -294,13 +307,13 @@ class _Products:
         return self.scratch
 
     @staticmethod
-    def _scoped(shape: tuple[int, ...], left: Any, right: Any) -> Array:
+    def _scoped(shape: Any, left: Any, right: Any) -> Array:
         def product(accumulator: Any) -> Array:
             plgpu.wgmma(accumulator, left, right)
             plgpu.wgmma_wait(0)
             return accumulator[...]
 
-        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(product, _Accumulator(shape, jnp.float32))
 
 
 def _masked(scores: Array, chunk: dict[str, Any], reverse: bool) -> Array:
@@ -329,7 +342,7 @@ def _rows(ref: Any, width: int = CHUNK) -> Array:
 def _columns(ref: Any) -> Array:
     """A vector [C] along the columns of a matrix of products [C, C].
 
-    Where a vector is loaded for rows as well, loads that differ in nothing would be made one, and no layout serves both.
+    A vector is loaded for rows as well. Loads that differ in nothing become one, for which no layout serves both.
     """
     vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])
