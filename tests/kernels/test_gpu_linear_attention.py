@@ -1,0 +1,84 @@
+"""The Hopper kernel of decayed linear attention, interpreted on a CPU."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmix_kernels.decays import CHUNK
+from jaxmix_kernels.linear_attention.gpu import decayed_attention
+from tests.kernels import gpu_checks, reference
+from tests.tolerances import assert_close
+
+# bfloat16 operands: products of numbers rounded at 2e-3 relative (RMS), and the output rounded once more.
+TOLERANCE = 5e-3
+
+CASES = {
+    "mixed decays and segments": {},
+    "every array with its own number of heads": {
+        "heads": 8,
+        "b_heads": 4,
+        "c_heads": 2,
+        "decay_heads": 1,
+        "weights_heads": 4,
+        "state_heads": 2,
+        "tokens": 2 * CHUNK,
+    },
+    "weak decays": {"decay": "weak", "segments": False, "key_size": 64},
+    "decays of -80": {"decay": -80.0, "segments": False},
+    "segments without decay": {"decay": None},
+    "neither decay nor segments": {"decay": None, "segments": False, "value_size": 32},
+    "one chunk": {"tokens": CHUNK, "key_size": 128, "value_size": 32},
+    "two blocks of columns": {"key_size": 128, "value_size": 128},
+}
+
+
+@functools.cache
+def _case(name):
+    return reference.random_case(**{"batch": 1, "heads": 2, "dtype": jnp.bfloat16, **CASES[name]})
+
+
+def _interpret(*args, **options):
+    with gpu_checks.races_forbidden() as interpret:
+        return decayed_attention(*args, interpret=interpret, **options)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference_without_races(name, reverse):
+    a, b, c, decays, initial, weights = _case(name)
+    expected = reference.decayed_attention(a, b, c, decays, initial, weights=weights, reverse=reverse)
+    actual = _interpret(a, b, c, decays, initial, weights=weights, reverse=reverse)
+    assert actual.out is not None
+    assert actual.out.dtype == c.dtype
+    assert_close(actual, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_final_state_alone(reverse):
+    a, b, c, decays, initial, _ = _case("mixed decays and segments")
+    whole = _interpret(a, b, c, decays, initial, reverse=reverse)
+    alone = _interpret(None, b, c, decays, initial, reverse=reverse, outputs=False)
+    assert alone.out is None
+    assert whole.dots is None
+    np.testing.assert_array_equal(alone.final, whole.final)
+
+
+def test_no_initial_state_is_a_state_of_zeros():
+    a, b, c, decays, initial, _ = _case("weak decays")
+    nothing = _interpret(a, b, c, decays, None)
+    zeros = _interpret(a, b, c, decays, jnp.zeros_like(initial))
+    assert_close(nothing, zeros, 1e-6)
+
+
+def test_refuses_what_it_cannot_serve():
+    a, b, c, decays, initial, _ = _case("weak decays")
+    with pytest.raises(NotImplementedError, match="bfloat16"):
+        decayed_attention(*(x.astype(jnp.float32) for x in (a, b, c)), decays, initial)
+    with pytest.raises(NotImplementedError, match="sizes"):
+        decayed_attention(a[..., :48], b[..., :48], c, None, None)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        decayed_attention(a[:, :63], b[:, :63], c[:, :63], None, None)
+    with pytest.raises(ValueError, match="head count"):
+        decayed_attention(jnp.repeat(a, 3, axis=2)[:, :, :3], b, c, None, None)

@@ -1,0 +1,37 @@
+"""Every variant of the Hopper kernels becomes a CUDA program that fits the shared memory, without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmix_kernels.linear_attention.gpu import SIZES, decayed_attention
+from tests.kernels import gpu_checks, reference
+
+VARIANTS = {
+    "no decay, no segments": {"decay": None, "segments": False},
+    "decays": {"segments": False},
+    "decays and segments": {},
+}
+
+
+def _shapes(**options):
+    options = {"batch": 1, "tokens": 512, "heads": 4, "b_heads": 2, "dtype": jnp.bfloat16, **options}
+    return jax.eval_shape(functools.partial(reference.random_case, **options))
+
+
+@pytest.mark.parametrize("value_size", SIZES)
+@pytest.mark.parametrize("key_size", SIZES)
+def test_every_size_with_all_inputs(key_size, value_size):
+    *arrays, weights = _shapes(key_size=key_size, value_size=value_size)
+    gpu_checks.lower(decayed_attention, *arrays, weights=weights)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(name, reverse):
+    a, b, c, decays, _, _ = _shapes(key_size=128, value_size=128, **VARIANTS[name])
+    kernel = functools.partial(decayed_attention, reverse=reverse)
+    gpu_checks.lower(kernel, a, b, c, decays, None)
+    gpu_checks.lower(functools.partial(kernel, outputs=False), None, b, c, decays, None)
