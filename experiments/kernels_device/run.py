@@ -1,6 +1,6 @@
 """Checks the Hopper kernels against plain jax.numpy on the device, then times them beside cuDNN attention.
 
-    PYTHONPATH=.:kernels python experiments/kernels_device/run.py [--only check|time] [--match TEXT] [--tunings]
+    PYTHONPATH=.:kernels python experiments/kernels_device/run.py [--only check|time] [--match TEXT] [--shapes N]
 
 Every case prints its line when it is done; a case that fails prints its error and the next one follows. An error is the
 root mean square of the difference over that of the reference, which runs in float32 on the same bfloat16 numbers.
@@ -8,64 +8,59 @@ Times are device times of chained calls inside one compiled loop, median of 20 r
 """
 
 import argparse
-import functools
+import dataclasses
 import time
 import traceback
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmix_kernels.ahla import gpu as ahla
 from jaxmix_kernels.decays import ChunkDecays
+from jaxmix_kernels.gpu_chain import Link, chain_forward
+from jaxmix_kernels.hla2 import gpu as hla2
+from jaxmix_kernels.hla3 import gpu as hla3
 from jaxmix_kernels.linear_attention import gpu
 from tests.kernels import reference
 
 LIMIT = 5e-3
 SHAPES = ((8, 4096, 16, 64), (4, 4096, 16, 128), (2, 16384, 16, 128), (1, 32768, 16, 128))
-COPY_BYTES_PER_MS = 4.3e9
+ONE = (Link("k", "v", "out"),)
 
 CASES: dict[str, tuple[dict, dict]] = {
-    "one chunk": ({"tokens": 64}, {}),
-    "two chunks, reverse": ({"tokens": 128}, {"reverse": True}),
     "D 64, E 64": ({"tokens": 1024, "key_size": 64}, {}),
     "D 64, E 64, reverse": ({"tokens": 1024, "key_size": 64}, {"reverse": True}),
-    "D 128, E 128": ({"tokens": 1024, "key_size": 128, "value_size": 128}, {}),
     "D 128, E 128, reverse": ({"tokens": 1024, "key_size": 128, "value_size": 128}, {"reverse": True}),
     "D 128, E 128, final only": ({"tokens": 1024, "key_size": 128, "value_size": 128}, {"outputs": False}),
-    "D 32, E 32": ({"tokens": 128, "key_size": 32, "value_size": 32}, {}),
-    "D 128, E 32": ({"tokens": 128, "key_size": 128, "value_size": 32}, {}),
-    "D 32, E 128, reverse": ({"tokens": 128, "key_size": 32, "value_size": 128}, {"reverse": True}),
+    "D 32, E 32": ({"tokens": 64, "key_size": 32, "value_size": 32}, {}),
     "no decay, no segments": ({"tokens": 1024, "key_size": 64, "decay": None, "segments": False}, {}),
-    "no decay, no segments, reverse": (
-        {"tokens": 1024, "key_size": 64, "decay": None, "segments": False},
-        {"reverse": True},
-    ),
-    "no decay, segments": ({"tokens": 1024, "key_size": 64, "decay": None}, {}),
     "weak decays, 4096 tokens": (
         {"tokens": 4096, "key_size": 128, "value_size": 128, "decay": "weak", "segments": False},
         {},
     ),
-    "weak decays, 4096 tokens, reverse": (
-        {"tokens": 4096, "key_size": 128, "value_size": 128, "decay": "weak", "segments": False},
-        {"reverse": True},
+    "grouped heads, no initial": (
+        {"tokens": 128, "heads": 8, "b_heads": 4, "c_heads": 2, "decay_heads": 1, "weights_heads": 4},
+        {"initial": None},
     ),
-    "decays of -80": ({"tokens": 128, "key_size": 64, "decay": -80.0, "segments": False}, {}),
-    "grouped heads": (
-        {
-            "tokens": 128,
-            "heads": 8,
-            "b_heads": 4,
-            "c_heads": 2,
-            "decay_heads": 1,
-            "weights_heads": 4,
-            "state_heads": 2,
-        },
-        {},
-    ),
-    "final only, no initial": ({"tokens": 1024, "key_size": 64}, {"outputs": False, "initial": None}),
-    "no weights, no initial": ({"tokens": 1024, "key_size": 64}, {"weights": None, "initial": None}),
 }
+
+CHAINS: dict[str, tuple[Any, tuple[Link, ...], dict]] = {
+    "hla2 D 64": (hla2.hla2_forward, hla2.LINKS, {"key_size": 64}),
+    "hla2 D 64 no decay": (hla2.hla2_forward, hla2.LINKS, {"key_size": 64, "decay": None, "segments": False}),
+    "hla2 D 128": (hla2.hla2_forward, hla2.LINKS, {"key_size": 128, "value_size": 128}),
+    "hla2 D 128 no decay": (
+        hla2.hla2_forward,
+        hla2.LINKS,
+        {"key_size": 128, "value_size": 128, "decay": None, "segments": False},
+    ),
+    "ahla D 64": (ahla.ahla_forward, ahla.LINKS, {"key_size": 64}),
+    "ahla D 128": (ahla.ahla_forward, ahla.LINKS, {"key_size": 128, "value_size": 128, "segments": False}),
+    "hla3 D 64": (hla3.hla3_forward, hla3.LINKS, {"key_size": 64}),
+}
+"""Fused kernels, their links, and options of the random arguments."""
 
 
 def ratio(actual, expected) -> float:
@@ -97,6 +92,44 @@ def check(name: str) -> bool:
         for field, x, y in zip(actual._fields, actual, expected, strict=True)
         if x is not None and y is not None
     }
+    return report(name, errors, start)
+
+
+def check_chain(name: str) -> bool:
+    """The same for a fused kernel, against its linear attentions one after the other in float32."""
+    function, links, options = CHAINS[name]
+    options = {"batch": 2, "heads": 4, "tokens": 1024, "b_heads": 2, "decay": "weak", "dtype": jnp.bfloat16} | options
+    q, k, v, decays, *_ = reference.random_case(**options)
+    start = time.perf_counter()
+    powers = [] if len(links) == 2 and links[-1].power == 1 else [None]
+    actual = jax.jit(lambda q, k, v, d: function(q, k, v, d, *powers, *[None] * len(links)))(q, k, v, decays)
+
+    @jax.jit
+    def unfused(q, k, v, decays):
+        tiles, finals = {"k": k, "v": v}, []
+        for link in links:
+            keys, values = tiles[link.keys], tiles[link.values]
+            result = reference.decayed_attention(q, keys, values, to_power(decays, link.power), None)
+            tiles[link.result] = result.out
+            repeats = q.shape[2] // result.final.shape[1]
+            finals.append(jnp.repeat(result.final, repeats, axis=1))
+        return tiles["out"], *finals
+
+    expected = unfused(*(x.astype(jnp.float32) for x in (q, k, v)), decays)
+    names = ("out", *(f"state {i}" for i in range(len(links))))
+    errors = {field: ratio(x, y) for field, x, y in zip(names, actual, expected, strict=True)}
+    return report(name, errors, start)
+
+
+def to_power(decays: ChunkDecays | None, power: int) -> ChunkDecays | None:
+    if decays is None or power == 1:
+        return decays
+    scaled = {name: getattr(decays, name) * power for name in ("high", "low")}
+    raised = {name: getattr(decays, name) ** power for name in ("enter", "leave", "kept")}
+    return dataclasses.replace(decays, **scaled, **raised)
+
+
+def report(name: str, errors: dict[str, float], start: float) -> bool:
     good = all(error < LIMIT for error in errors.values())
     text = ", ".join(f"{field} {error:.1e}" for field, error in errors.items())
     print(f"{'ok  ' if good else 'BAD '} {name:36s} {text}   [{time.perf_counter() - start:.1f} s]", flush=True)
@@ -104,17 +137,23 @@ def check(name: str) -> bool:
 
 
 def device_time(function, sets, calls: int) -> float:
-    """Milliseconds of one call of function(*set), which takes its inputs from the sets in turn."""
+    """Milliseconds of one call of function(*set), which takes its inputs from the sets in turn.
+
+    The loop carries the results of all sets and returns them, so that no call is dead; the barrier makes every call
+    depend on the one before, so that none leaves the loop.
+    """
 
     @jax.jit
     def loop(sets):
-        def body(_, last):
+        def body(_, results):
+            last, results = results[-1], []
             for arrays in sets:
-                arrays, _ = lax.optimization_barrier((arrays, last))
+                arrays, last = lax.optimization_barrier((arrays, last))
                 last = function(*arrays)
-            return last
+                results.append(last)
+            return results
 
-        return lax.fori_loop(0, calls // len(sets), body, function(*sets[0]))
+        return lax.fori_loop(0, calls // len(sets), body, [function(*arrays) for arrays in sets])
 
     for _ in range(2):
         jax.block_until_ready(loop(sets))
@@ -122,8 +161,14 @@ def device_time(function, sets, calls: int) -> float:
     for _ in range(20):
         start = time.perf_counter()
         jax.block_until_ready(loop(sets))
-        times.append((time.perf_counter() - start) * 1e3 / (calls // len(sets) * len(sets) + 1))
+        times.append((time.perf_counter() - start) * 1e3 / (calls // len(sets) * len(sets) + len(sets)))
     return float(np.median(times))
+
+
+def copy_speed() -> float:
+    """Bytes read and written a millisecond by x + 1 over 1 GiB, measured like the kernels: a check of the method."""
+    sets = [(jnp.full((2**28,), float(seed)),) for seed in (0, 1)]
+    return 2 * 2**30 / device_time(lambda x: x + 1, sets, 6)
 
 
 def inputs(shape: tuple[int, int, int, int], seed: int):
@@ -150,23 +195,20 @@ def attend(q, k, v, decays, **options):
     return gpu.decayed_attention(q, k, v, decays, None, **options)
 
 
-def rivals(tunings: bool):
+def rivals(size: int):
     """Functions of (q, k, v, decays), by name, with the number of chained calls."""
-    yield "linear attention, no decay", lambda q, k, v, d: attend(q, k, v, None), 60
-    yield "linear attention, decay", attend, 60
-    yield "  reverse, dots", lambda q, k, v, d: attend(q, k, v, d, weights=v, reverse=True), 60
-    yield "  final only", lambda q, k, v, d: attend(None, k, v, d, outputs=False), 60
-    if tunings:
-        for stages in (2, 4):
-            for columns in (32, 64):
-                tuning = gpu.Tuning(stages=stages, columns=columns)
-                yield f"  decay {tuning}", functools.partial(attend, tuning=tuning), 60
+    yield "linear attention, no decay", lambda q, k, v, d: attend(q, k, v, None), 40
+    yield "linear attention, decay", attend, 40
+    yield "  reverse, dots", lambda q, k, v, d: attend(q, k, v, d, weights=v, reverse=True), 40
+    yield "  final only", lambda q, k, v, d: attend(None, k, v, d, outputs=False), 40
+    yield "hla2, no decay", lambda q, k, v, d: hla2.hla2_forward(q, k, v, None, None, None, None), 40
+    yield "hla2, decay", lambda q, k, v, d: hla2.hla2_forward(q, k, v, d, d, None, None), 40
+    yield "ahla, decay", lambda q, k, v, d: ahla.ahla_forward(q, k, v, d, None, None), 40
+    if size == 64:
+        yield "hla3, decay", lambda q, k, v, d: hla3.hla3_forward(q, k, v, d, d, None, None, None), 40
+    yield "  chain of one, no decay", lambda q, k, v, d: chain_forward(ONE, q, k, v, None, (None,)), 40
+    yield "  chain of one, decay", lambda q, k, v, d: chain_forward(ONE, q, k, v, d, (None,)), 40
     yield "cuDNN causal attention", cudnn, 10
-
-
-def no_decay(q, k, v, decays, **options):
-    del decays
-    return attend(q, k, v, None, **options)
 
 
 def cudnn(q, k, v, decays):
@@ -174,16 +216,19 @@ def cudnn(q, k, v, decays):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def measure(match: str, tunings: bool) -> None:
-    for shape in SHAPES:
-        floor = 4 * 2 * np.prod(shape) / COPY_BYTES_PER_MS
+def measure(match: str, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
+    speed = copy_speed()
+    print(f"copy: {speed * 1e3 / 1e12:.2f} TB/s", flush=True)
+    for shape in shapes:
+        floor = 4 * 2 * np.prod(shape) / speed
         print(f"{shape}: copy floor {floor:.3f} ms", flush=True)
         sets = [inputs(shape, seed) for seed in (0, 1)]
-        for name, function, calls in rivals(tunings and shape in SHAPES[:2]):
+        for name, function, calls in rivals(shape[3]):
             if match not in name:
                 continue
             try:
-                print(f"  {name:40s} {device_time(function, sets, calls):.3f} ms", flush=True)
+                spent = device_time(function, sets, calls)
+                print(f"  {name:40s} {spent:.3f} ms, {floor / spent:4.0%} of the copy speed", flush=True)
             except Exception as error:
                 print(f"  {name:40s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
@@ -192,23 +237,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("check", "time"))
     parser.add_argument("--match", default="", help="cases whose names contain this")
-    parser.add_argument("--tunings", action="store_true", help="time the layouts of the work one by one")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="time the first N shapes")
     options = parser.parse_args()
     print(jax.__version__, jax.devices(), flush=True)
     bad = []
     if options.only != "time":
-        for name in CASES:
+        for name in (*CASES, *CHAINS):
             if options.match not in name:
                 continue
             try:
-                good = check(name)
+                good = check(name) if name in CASES else check_chain(name)
             except Exception:
                 good = False
                 print(f"BAD  {name}\n{traceback.format_exc(limit=-4)[-1500:]}", flush=True)
             bad += [] if good else [name]
         print(f"{len(bad)} bad cases: {bad}", flush=True)
     if options.only != "check":
-        measure(options.match, options.tunings)
+        measure(options.match, SHAPES[: options.shapes])
 
 
 if __name__ == "__main__":

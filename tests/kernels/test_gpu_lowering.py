@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmix_kernels.linear_attention.gpu import SIZES, decayed_attention
+from jaxmix_kernels.gpu_chunks import SIZES
+from jaxmix_kernels.linear_attention.gpu import decayed_attention
 from tests.kernels import gpu_checks, reference
 
 VARIANTS = {

@@ -8,7 +8,7 @@ queries and keys; that is cheaper than sharing them. For a chunk, with rows t an
     X   = kept X + b^T (leave * c)
 
 Operands are bfloat16, every sum is float32. The interpreter of Mosaic GPU takes the left operand of a product from
-shared memory only, and accumulators one at a time, from zero. `_Products` follows it there; on a device P stays in
+shared memory only, and accumulators one at a time, from zero. `Products` follows it there; on a device P stays in
 registers and products accumulate in place.
 """
 
@@ -23,18 +23,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmix_kernels.decays import CHUNK, ChunkDecays, Result
+from jaxmix_kernels.gpu_chunks import (
+    COLUMNS,
+    LARGEST_GRID,
+    WGMMA_ROWS,
+    Products,
+    group_of_head,
+    interpreter,
+    layout_of_tiles,
+    masked,
+    refuse,
+    rows,
+    split_index,
+    tile,
+)
 
 Array = jax.Array
 
-SIZES = (32, 64, 128)
-"""Head sizes that the kernel takes."""
-
-_Accumulator = plgpu.WGMMAAccumulatorRef
-_Tiling: Any = plgpu.TilingTransform
-_Swizzle: Any = plgpu.SwizzleTransform
-_WGMMA_ROWS = 64
 _SLOTS = 2
-_LARGEST_GRID = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Tuning:
     """
 
     stages: int = 2
-    columns: int = 64
+    columns: int = COLUMNS
 
 
 def decayed_attention(
@@ -89,7 +95,7 @@ def decayed_attention(
     """
     arrays = [x for x in (a, b, c, weights) if x is not None]
     key_size, value_size = b.shape[3], c.shape[3]
-    _refuse(arrays, key_size, value_size)
+    refuse(arrays, key_size, value_size)
     heads = max(x.shape[2] for x in arrays)
     heads = max(heads, 1 if decays is None else decays.enter.shape[1], 1 if initial is None else initial.shape[1])
     for x, axis in [(x, 2) for x in arrays] + ([] if initial is None else [(initial, 1)]):
@@ -97,7 +103,7 @@ def decayed_attention(
             raise ValueError(f"every head count must divide the largest, {heads}; got {x.shape[axis]}")
     a, weights = (a, weights) if outputs else (None, None)
     # The products of the state have D rows, and a wgmma at least 64.
-    padding = max(0, _WGMMA_ROWS - key_size)
+    padding = max(0, WGMMA_ROWS - key_size)
     if padding:
         a = None if a is None else jnp.pad(a, [(0, 0)] * 3 + [(0, padding)])
         b = jnp.pad(b, [(0, 0)] * 3 + [(0, padding)])
@@ -114,17 +120,6 @@ def decayed_attention(
     return Result(out, final, None if dots is None else jnp.sum(dots, axis=2).reshape(*dots.shape[:2], -1))
 
 
-def _refuse(arrays: list[Array], key_size: int, value_size: int) -> None:
-    """Raises for what the kernel does not take."""
-    for x in arrays:
-        if x.dtype != jnp.bfloat16:
-            raise NotImplementedError(f"the Hopper kernel takes bfloat16 operands, got {x.dtype}")
-    if key_size not in SIZES or value_size not in SIZES:
-        raise NotImplementedError(f"the Hopper kernel takes sizes {SIZES}, got D = {key_size} and E = {value_size}")
-    if arrays[0].shape[1] % CHUNK or not arrays[0].shape[1]:
-        raise ValueError(f"the number of tokens must be a multiple of {CHUNK}, got {arrays[0].shape[1]}")
-
-
 def _call(
     given: dict[str, Array], heads: int, reverse: bool, outputs: bool, interpret: Any, tuning: Tuning
 ) -> tuple[Array | None, Array, Array | None]:
@@ -134,15 +129,14 @@ def _call(
     columns = min(value_size, tuning.columns)
     blocks, count = value_size // columns, tokens // CHUNK
     programs = batch * heads * blocks
-    if programs > _LARGEST_GRID:
-        raise NotImplementedError(f"B * H * E / {columns} must be at most {_LARGEST_GRID}, got {programs}")
+    if programs > LARGEST_GRID:
+        raise NotImplementedError(f"B * H * E / {columns} must be at most {LARGEST_GRID}, got {programs}")
     results = {"final": jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32)}
     if outputs:
         results["out"] = jax.ShapeDtypeStruct((batch, tokens, heads, value_size), dtype)
     if "weights" in given:
         results["dots"] = jax.ShapeDtypeStruct((batch, heads, blocks, count, CHUNK), jnp.float32)
-    swizzle = plgpu.find_swizzle(min(key_size, columns) * dtype.itemsize * 8)
-    transforms = (_Tiling((8, swizzle // dtype.itemsize)), _Swizzle(swizzle))
+    transforms = layout_of_tiles(min(key_size, columns), dtype)
 
     def shared(rows: int, width: int) -> Any:
         return plgpu.SMEM((rows, width), dtype, transforms=transforms)
@@ -174,7 +168,7 @@ def _call(
         grid_names=("program",),
         scratch_types=tuple(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret or None,
+        interpret=interpreter(interpret),
     )
     values = dict(zip(results, kernel(*given.values()), strict=True))
     return values.get("out"), values["final"], values.get("dots")
@@ -192,20 +186,20 @@ def _program(
 ) -> None:
     """One head and one block of columns, all chunks."""
     ref = dict(zip(names, refs, strict=True))
-    batch, head, block = _split_index(lax.axis_index("program"), heads, ref["final"].shape[3] // columns)
+    batch, head, block = split_index(lax.axis_index("program"), heads, ref["final"].shape[3] // columns)
     key_size, dtype = ref["b"].shape[3], ref["c"].dtype
     count = ref["c"].shape[1] // CHUNK
     block_columns = pl.ds(block * columns, columns)
-    products = _Products(ref.get("scores"))
+    products = Products(ref.get("scores"))
 
     def of_head(name: str, axis: int) -> Any:
-        return head if ref[name].shape[axis] == heads else lax.div(head, jnp.int32(heads // ref[name].shape[axis]))
+        return group_of_head(head, heads, ref[name].shape[axis])
 
     def chunk_index(n: Any) -> Any:
         return jnp.int32(count - 1) - n if reverse else n
 
-    tile = functools.partial(plgpu.BlockSpec, index_map=lambda n: (chunk_index(n), 0), transforms=transforms)
-    keys, values = tile((CHUNK, key_size)), tile((CHUNK, columns))
+    block_spec = functools.partial(plgpu.BlockSpec, index_map=lambda n: (chunk_index(n), 0), transforms=transforms)
+    keys, values = block_spec((CHUNK, key_size)), block_spec((CHUNK, columns))
     vector = plgpu.BlockSpec((None, CHUNK), lambda n: (chunk_index(n), 0))
     sources: dict[str, tuple[Any, Any]] = {}
     for name in ("a", "b"):
@@ -226,21 +220,21 @@ def _program(
         kept = ref["kept"][batch, of_head("kept", 1), n] if "kept" in ref else None
         added = chunk["c"]
         if "leave" in chunk:
-            scaled = _tile(chunk["c"]).astype(jnp.float32) * _rows(chunk["leave"], columns)
+            scaled = tile(chunk["c"]).astype(jnp.float32) * rows(chunk["leave"], columns)
             ref["scaled"][...] = scaled.astype(dtype)
             plgpu.commit_smem()
             added = ref["scaled"]
         if "out" in ref:
             out = products.new((CHUNK, columns), chunk["a"], ref["state"])
             scores = products.new((CHUNK, CHUNK), chunk["a"], chunk["b"].transpose((1, 0)))
-            out = out * _rows(chunk["enter"], columns) if "enter" in chunk else out
-            scores = _masked(scores, chunk, reverse).astype(dtype)
+            out = out * rows(chunk["enter"], columns) if "enter" in chunk else out
+            scores = masked(scores, chunk, reverse=reverse).astype(dtype)
             out = products.add(out, scores, chunk["c"])
             plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
             slot = lax.rem(n, jnp.int32(_SLOTS))
             ref["out_tile"].at[slot][...] = out.astype(dtype)
             if "dots" in ref:
-                dots = jnp.sum(out * _tile(chunk["weights"]).astype(jnp.float32), axis=1)
+                dots = jnp.sum(out * tile(chunk["weights"]).astype(jnp.float32), axis=1)
                 ref["dots_tile"].at[slot][...] = dots
             plgpu.commit_smem()
             if "dots" in ref:
@@ -273,76 +267,3 @@ def _program(
     state = pipeline(*(source for _, source in sources.values()))
     plgpu.wait_smem_to_gmem(0)
     ref["final"][batch, head, :, block_columns] = state
-
-
-def _split_index(program: Any, heads: int, blocks: int) -> tuple[Any, Any, Any]:
-    """Batch, head and block; the blocks of one head are neighbours, which share reads in the cache."""
-    rest, block = lax.div(program, jnp.int32(blocks)), lax.rem(program, jnp.int32(blocks))
-    return lax.div(rest, jnp.int32(heads)), lax.rem(rest, jnp.int32(heads)), block
-
-
-@dataclasses.dataclass(frozen=True)
-class _Products:
-    """Matrix products on the tensor cores; `scratch` [C, C] holds left operands where registers cannot."""
-
-    scratch: Any
-
-    def new(self, shape: tuple[int, int], left: Any, right: Any) -> Array:
-        """left @ right, float32; operands are in shared memory, `left` possibly in registers."""
-        return self._scoped(shape, self._operand(left), right)
-
-    def add(self, total: Array, left: Any, right: Any) -> Array:
-        """total + left @ right."""
-        left = self._operand(left)
-        if self.scratch is not None:
-            return total + self._scoped(total.shape, left, right)
-        accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, left, right))
-        return accumulate(_Accumulator.init(total))
-
-    def _operand(self, left: Any) -> Any:
-        if self.scratch is None or not isinstance(left, jax.Array):
-            return left
-        self.scratch[...] = left
-        plgpu.commit_smem()
-        return self.scratch
-
-    @staticmethod
-    def _scoped(shape: Any, left: Any, right: Any) -> Array:
-        def product(accumulator: Any) -> Array:
-            plgpu.wgmma(accumulator, left, right)
-            plgpu.wgmma_wait(0)
-            return accumulator[...]
-
-        return pl.run_scoped(product, _Accumulator(shape, jnp.float32))
-
-
-def _masked(scores: Array, chunk: dict[str, Any], reverse: bool) -> Array:
-    """M * scores, [C, C]."""
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (CHUNK, CHUNK), layout=plgpu.Layout.WGMMA)
-    seen = iota(0) <= iota(1) if reverse else iota(0) >= iota(1)
-    if "high" not in chunk:
-        return jnp.where(seen, scores, 0.0)
-    exponents = _rows(chunk["high"]) - _columns(chunk["high"])
-    exponents = exponents + (_rows(chunk["low"]) - _columns(chunk["low"]))
-    if "run" in chunk:
-        seen = seen & (_rows(chunk["run"]) == _columns(chunk["run"]))
-    return scores * jnp.exp(jnp.where(seen, -exponents if reverse else exponents, -jnp.inf))
-
-
-def _tile(ref: Any) -> Array:
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
-
-
-def _rows(ref: Any, width: int = CHUNK) -> Array:
-    """A vector [C] along the rows of a matrix of products [C, width]."""
-    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
-    return lax.broadcast_in_dim(vector, (CHUNK, width), [0])
-
-
-def _columns(ref: Any) -> Array:
-    """A vector [C] along the columns of a matrix of products [C, C].
-
-    A vector is loaded for rows as well. Loads that differ in nothing become one, for which no layout serves both.
-    """
-    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])

@@ -1,0 +1,39 @@
+"""Asymmetric higher-order linear attention on Hopper: two chained linear attentions in one kernel."""
+
+from typing import Any
+
+from jaxmix_kernels.decays import Array, ChunkDecays
+from jaxmix_kernels.gpu_chain import Link, chain_forward
+
+LINKS = Link("k", "v", "vt"), Link("k", "vt", "out")
+
+
+def ahla_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    decays: ChunkDecays | None,
+    initial_p: Array | None,
+    initial_e: Array | None,
+    *,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array]:
+    """LA(q, k, vt; a) with vt = LA(q, k, v; a), which is rounded to the dtype of v as an operand.
+
+    Args:
+        q: queries [B, T, H, D], bfloat16, D in {64, 128}; T is a multiple of 64.
+        k: keys [B, T, Hk, D]; head h reads head h // (H / Hk), as for all head counts.
+        v: values [B, T, Hv, E], E in {32, 64, 128}.
+        decays: chunk decays of a and segments; None for neither.
+        initial_p: P before the first chunk, [B, Hs, D, E], float32; None for zeros.
+        initial_e: E before the first chunk, likewise.
+        interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
+
+    Returns:
+        out [B, T, H, E] in the dtype of v, P and E [B, H, D, E] after the last chunk, float32.
+
+    Raises:
+        NotImplementedError: the kernel does not take these dtypes or sizes.
+    """
+    out, (p, second) = chain_forward(LINKS, q, k, v, decays, (initial_p, initial_e), interpret=interpret)
+    return out, p, second

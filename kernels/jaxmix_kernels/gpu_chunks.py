@@ -1,0 +1,212 @@
+"""What every Hopper kernel of this package shares: products on the tensor cores, and decayed scores inside a chunk.
+
+Values in registers have the layout of a wgmma accumulator; a vector [C] goes along its rows or its columns. Dimension
+letters as in `decays`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmix_kernels.decays import CHUNK
+
+Array = jax.Array
+
+SIZES = (32, 64, 128)
+"""Key and value sizes that the kernels take."""
+
+COLUMNS = 64
+"""Columns of a state that one warpgroup keeps in registers, at most."""
+
+WGMMA_ROWS = 64
+"""A product has a multiple of so many rows."""
+
+LARGEST_GRID = 2**31 - 1
+"""Most programs of one launch."""
+
+_Accumulator = plgpu.WGMMAAccumulatorRef
+_Tiling: Any = plgpu.TilingTransform
+_Swizzle: Any = plgpu.SwizzleTransform
+
+
+def refuse(arrays: list[Array], key_size: int, value_size: int) -> None:
+    """Raises for operands that the kernels do not take."""
+    for x in arrays:
+        if x.dtype != jnp.bfloat16:
+            raise NotImplementedError(f"the Hopper kernels take bfloat16 operands, got {x.dtype}")
+    if key_size not in SIZES or value_size not in SIZES:
+        raise NotImplementedError(f"the Hopper kernels take sizes {SIZES}, got D = {key_size} and E = {value_size}")
+    if arrays[0].shape[1] % CHUNK or not arrays[0].shape[1]:
+        raise ValueError(f"the number of tokens must be a positive multiple of {CHUNK}, got {arrays[0].shape[1]}")
+
+
+def layout_of_tiles(width: int, dtype: Any) -> tuple[Any, ...]:
+    """How tiles of bfloat16 lie in shared memory; all operands of one product must agree. `width` is the narrowest."""
+    swizzle = plgpu.find_swizzle(width * dtype.itemsize * 8)
+    return _Tiling((8, swizzle // dtype.itemsize)), _Swizzle(swizzle)
+
+
+def interpreter(interpret: Any) -> Any:
+    """The `interpret` of `plgpu.kernel`."""
+    return plgpu.InterpretGPUParams() if interpret is True else interpret or None
+
+
+def split_index(program: Any, heads: int, blocks: int) -> tuple[Any, Any, Any]:
+    """Batch, head and block; the blocks of one head are neighbours, which share reads in the cache."""
+    rest, block = lax.div(program, jnp.int32(blocks)), lax.rem(program, jnp.int32(blocks))
+    return lax.div(rest, jnp.int32(heads)), lax.rem(rest, jnp.int32(heads)), block
+
+
+def group_of_head(head: Any, heads: int, groups: int) -> Any:
+    """Which of `groups` arrays head number `head` of `heads` reads."""
+    return head if groups == heads else lax.div(head, jnp.int32(heads // groups))
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Matrix products on the tensor cores; `scratch` [C, C] holds left operands where registers cannot."""
+
+    scratch: Any
+
+    def new(self, shape: tuple[int, int], left: Any, right: Any) -> Array:
+        """left @ right, float32; operands are in shared memory, `left` possibly in registers."""
+        return self._scoped(shape, self._operand(left), right)
+
+    def add(self, total: Array, left: Any, right: Any) -> Array:
+        """total + left @ right."""
+        left = self._operand(left)
+        if self.scratch is not None:
+            return total + self._scoped(total.shape, left, right)
+        accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, left, right))
+        return accumulate(_Accumulator.init(total))
+
+    def _operand(self, left: Any) -> Any:
+        if self.scratch is None or not isinstance(left, jax.Array):
+            return left
+        self.scratch[...] = left
+        plgpu.commit_smem()
+        return self.scratch
+
+    @staticmethod
+    def _scoped(shape: Any, left: Any, right: Any) -> Array:
+        def product(accumulator: Any) -> Array:
+            plgpu.wgmma(accumulator, left, right)
+            plgpu.wgmma_wait(0)
+            return accumulator[...]
+
+        return pl.run_scoped(product, _Accumulator(shape, jnp.float32))
+
+
+def attend_chunk(
+    products: Products,
+    queries: Any | None,
+    keys: Any,
+    values: Any,
+    state: Array,
+    vectors: dict[str, Any],
+    kept: Array | None,
+    *,
+    rounded_state: Any = None,
+    scaled: Any = None,
+    power: int = 1,
+    reverse: bool = False,
+    overlap: bool = False,
+) -> tuple[Array | None, Array]:
+    """Decayed linear attention of one chunk: enter (queries X) + P values, and kept X + keys^T (leave values).
+
+    Args:
+        products: how to multiply.
+        queries: tile [C, D] in shared memory; None for the state only.
+        keys: tile [C, D].
+        values: tile [C, columns].
+        state: X before the chunk, [D, columns].
+        vectors: `enter`, `leave`, `high`, `low` and `run` of the chunk in shared memory; empty without decays.
+        kept: decay of the whole chunk, a number; None for 1.
+        rounded_state: X in shared memory [D, columns], in the dtype of the tiles.
+        scaled: room for leave times values, [C, columns]; None without decays.
+        power: exponent of all decays.
+        reverse: M is transposed.
+        overlap: products that do not depend on each other run together, which takes more registers.
+
+    Returns:
+        Outputs [C, columns], None without queries, and the state after the chunk; float32.
+    """
+    dtype, width = values.dtype, state.shape[1]
+    if "leave" in vectors:
+        scaled[...] = (tile(values).astype(jnp.float32) * rows(vectors["leave"], width, power)).astype(dtype)
+        plgpu.commit_smem()
+    else:
+        scaled = values
+    if kept is not None:
+        kept = raised(kept, power)
+    transposed = keys.transpose((1, 0))
+    if queries is None:
+        return None, products.add(state if kept is None else state * kept, transposed, scaled)
+
+    def weighted(scores: Array) -> Array:
+        return masked(scores, vectors, power=power, reverse=reverse).astype(dtype)
+
+    def entering(out: Array) -> Array:
+        return out * rows(vectors["enter"], width, power) if "enter" in vectors else out
+
+    if not overlap or products.scratch is not None:
+        scores = weighted(products.new((CHUNK, CHUNK), queries, transposed))
+        out = products.add(entering(products.new((CHUNK, width), queries, rounded_state)), scores, values)
+        return out, products.add(state if kept is None else state * kept, transposed, scaled)
+
+    def together(scores: Any, entered: Any, added: Any) -> tuple[Array, Array, Array]:
+        plgpu.wgmma(scores, queries, transposed)
+        plgpu.wgmma(entered, queries, rounded_state)
+        plgpu.wgmma(added, transposed, scaled)
+        weights = weighted(plgpu.wgmma_accumulator_load(scores, wait_n=2))
+        out = entering(plgpu.wgmma_accumulator_load(entered, wait_n=1))
+        return weights, out, plgpu.wgmma_accumulator_load(added, wait_n=0)
+
+    shapes: Any = (CHUNK, CHUNK), (CHUNK, width), state.shape
+    scores, out, added = pl.run_scoped(together, *(_Accumulator(shape, jnp.float32) for shape in shapes))
+    return products.add(out, scores, values), (state if kept is None else state * kept) + added
+
+
+def masked(scores: Array, vectors: dict[str, Any], *, power: int = 1, reverse: bool = False) -> Array:
+    """M^power * scores, [C, C]; M from `high`, `low` and `run` of the chunk, or causal without them."""
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (CHUNK, CHUNK), layout=plgpu.Layout.WGMMA)
+    seen = iota(0) <= iota(1) if reverse else iota(0) >= iota(1)
+    if "high" not in vectors:
+        return jnp.where(seen, scores, 0.0)
+    exponents = rows(vectors["high"]) - columns(vectors["high"])
+    exponents = exponents + (rows(vectors["low"]) - columns(vectors["low"]))
+    exponents = exponents * (-float(power) if reverse else float(power))
+    if "run" in vectors:
+        seen = seen & (rows(vectors["run"]) == columns(vectors["run"]))
+    return scores * jnp.exp(jnp.where(seen, exponents, -jnp.inf))
+
+
+def tile(ref: Any) -> Array:
+    """A matrix of shared memory in registers."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+
+
+def rows(ref: Any, width: int = CHUNK, power: int = 1) -> Array:
+    """A vector [C], to some power, along the rows of a matrix of products [C, width]."""
+    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
+    return lax.broadcast_in_dim(raised(vector, power), (CHUNK, width), [0])
+
+
+def raised(x: Array, power: int) -> Array:
+    """x^power for a positive power, by products."""
+    return x if power == 1 else x * raised(x, power - 1)
+
+
+def columns(ref: Any) -> Array:
+    """A vector [C] along the columns of a matrix of products [C, C].
+
+    A vector is loaded for rows as well. Loads that differ in nothing become one, for which no layout serves both.
+    """
+    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])

@@ -1,0 +1,42 @@
+"""Second-order higher-order linear attention on Hopper: two chained linear attentions in one kernel."""
+
+from typing import Any
+
+from jaxmix_kernels.decays import Array, ChunkDecays
+from jaxmix_kernels.gpu_chain import Link, chain_forward
+
+LINKS = Link("k", "k", "kt"), Link("kt", "v", "out", power=2)
+
+
+def hla2_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    decays: ChunkDecays | None,
+    squared: ChunkDecays | None,
+    initial_s: Array | None,
+    initial_f: Array | None,
+    *,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array]:
+    """LA(q, kt, v; a^2) with kt = LA(q, k, k; a), which is rounded to the dtype of k as an operand.
+
+    Args:
+        q: queries [B, T, H, D], bfloat16, D in {64, 128}; T is a multiple of 64.
+        k: keys [B, T, Hk, D]; head h reads head h // (H / Hk), as for all head counts.
+        v: values [B, T, Hv, E], E in {32, 64, 128}.
+        decays: chunk decays of a and segments; None for neither.
+        squared: chunk decays of a^2. Not read: the kernel squares those of a.
+        initial_s: S before the first chunk, [B, Hs, D, D], float32; None for zeros.
+        initial_f: F before the first chunk, [B, Hs, D, E], float32; None for zeros.
+        interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
+
+    Returns:
+        out [B, T, H, E] in the dtype of v, S [B, H, D, D] and F [B, H, D, E] after the last chunk, float32.
+
+    Raises:
+        NotImplementedError: the kernel does not take these dtypes or sizes.
+    """
+    del squared
+    out, (s, f) = chain_forward(LINKS, q, k, v, decays, (initial_s, initial_f), interpret=interpret)
+    return out, s, f

@@ -1,0 +1,50 @@
+"""Third-order higher-order linear attention on Hopper: three chained linear attentions in one kernel."""
+
+from typing import Any
+
+from jaxmix_kernels.decays import Array, ChunkDecays
+from jaxmix_kernels.gpu_chain import Link, chain_forward
+
+LINKS = Link("k", "k", "kt"), Link("k", "v", "vt"), Link("kt", "vt", "out", power=3)
+
+_KEY_SIZE = 64
+
+
+def hla3_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    decays: ChunkDecays | None,
+    cubed: ChunkDecays | None,
+    initial_s: Array | None,
+    initial_p: Array | None,
+    initial_f: Array | None,
+    *,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array, Array]:
+    """LA(q, kt, vt; a^3) with kt = LA(q, k, k; a) and vt = LA(q, k, v; a), rounded to the dtype of v as operands.
+
+    Args:
+        q: queries [B, T, H, D], bfloat16, D = 64; T is a multiple of 64.
+        k: keys [B, T, Hk, D]; head h reads head h // (H / Hk), as for all head counts.
+        v: values [B, T, Hv, E], E in {32, 64, 128}.
+        decays: chunk decays of a and segments; None for neither.
+        cubed: chunk decays of a^3. Not read: the kernel takes the third power of those of a.
+        initial_s: S before the first chunk, [B, Hs, D, D], float32; None for zeros.
+        initial_p: P before the first chunk, [B, Hs, D, E], float32; None for zeros.
+        initial_f: F before the first chunk, likewise.
+        interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
+
+    Returns:
+        out [B, T, H, E] in the dtype of v, S [B, H, D, D], P and F [B, H, D, E] after the last chunk, float32.
+
+    Raises:
+        NotImplementedError: the kernel does not take these dtypes or sizes; D is 64 only,
+            for larger keys leave too few registers and too little shared memory.
+    """
+    del cubed
+    if k.shape[3] != _KEY_SIZE:
+        raise NotImplementedError(f"the fused kernel of HLA3 takes keys of size {_KEY_SIZE}, got {k.shape[3]}")
+    initials = initial_s, initial_p, initial_f
+    out, (s, p, f) = chain_forward(LINKS, q, k, v, decays, initials, interpret=interpret)
+    return out, s, p, f
