@@ -64,7 +64,9 @@ def steps_gradient(
         begins = run != jnp.pad(run[..., :-1], ((0, 0), (0, 0), (1, 0)))
         d_steps = jnp.where(begins[:, None], 0, d_steps)
     d_steps = jnp.moveaxis(d_steps.reshape(batch, pieces, decay_heads, -1, chunk), 1, 2)
-    return d_steps.reshape(decays.steps.shape).astype(decays.steps.dtype)
+    d_steps = d_steps.reshape(decays.steps.shape).astype(decays.steps.dtype)
+    # The gradient is a product with the decay of the step. Where that is below rounding, the sums hold nothing else.
+    return jnp.where(decays.steps < jnp.log(jnp.finfo(d_steps.dtype).eps), 0, d_steps)
 
 
 def _sums_after(sums: Array, goes_on: Array | None, at_end: Array) -> Array:

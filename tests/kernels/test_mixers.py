@@ -1,0 +1,175 @@
+"""The mixers over the TPU kernel, interpreted on a CPU; over both kernels, lowered; and when kernels are taken."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmix import ahla, hla2, hla3, linear_attention
+from jaxmix.mixers import dispatch
+from jaxmix.mixers.dispatch import Operands, choose
+from jaxmix.parallel import make_mesh
+from jaxmix_kernels.target import Target, using_target
+from tests.contract.agreement import BF16, F32
+from tests.contract.spec import SERIAL, Form, draw_case, evaluate
+from tests.kernels.by_kernel import by_kernel
+from tests.mixers import test_ahla, test_hla2, test_hla3, test_linear_attention
+from tests.tolerances import FORMS, assert_close
+
+INTERPRETED = Target("tpu", interpret=True)
+SPECS = {
+    "linear_attention": test_linear_attention.TestLinearAttention.spec,
+    "hla2": test_hla2.TestHLA2.spec,
+    "ahla": test_ahla.TestAHLA.spec,
+    "hla3": test_hla3.TestHLA3.spec,
+}
+BY_KERNEL = {name: by_kernel(spec, INTERPRETED) for name, spec in SPECS.items()}
+DOCUMENTS = [[1] * 30 + [0] * 6 + [1] * 30 + [2] * 4, [0] * 3 + [1] * 58 + [4] * 9]
+"""Padding inside a document, and borders in both chunks; 70 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("mixer", "dtype"), [*((name, F32) for name in SPECS), ("hla2", BF16), ("hla3", BF16)], ids=str
+)
+def test_the_tpu_kernel_equals_the_serial_form_with_every_gradient(mixer, dtype):
+    spec, ours = SPECS[mixer], BY_KERNEL[mixer]
+    variant = spec.variants["grouped heads, own decay" if mixer == "ahla" else "grouped heads, shared decay"]
+    case = draw_case(spec, variant, 70, segment_ids=DOCUMENTS)
+    expected = evaluate(spec, variant, spec.rounded(case, dtype), SERIAL)
+    assert_close(evaluate(ours, variant, case, Form("scan"), dtype), expected, FORMS[dtype])
+
+
+def mix(inputs):
+    with using_target(INTERPRETED):
+        return linear_attention(**inputs, implementation="pallas")
+
+
+@functools.cache
+def arguments(batch=2):
+    rng = np.random.default_rng(0)
+    spec = SPECS["linear_attention"]
+    return spec.cast_inputs(spec.draw(rng, batch, 6, spec.main), F32)
+
+
+def gradient(function):
+    def loss(inputs):
+        out, state = function(inputs)
+        return jnp.sum(jnp.sin(out)) + sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(state))
+
+    return jax.value_and_grad(loss)
+
+
+def test_vmap_equals_one_call_after_another():
+    several = {name: jnp.stack([x, 0.5 * x, 0.25 * x]) for name, x in arguments().items()}
+    each = jax.jit(gradient(mix))
+    expected = [each(jax.tree.map(lambda x, i=i: x[i], several)) for i in range(3)]
+    actual = jax.jit(jax.vmap(gradient(mix)))(several)
+    assert_close(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected), FORMS[F32])
+
+
+def test_remat_and_a_scan_over_layers_give_the_same_gradients():
+    scales = jnp.array([1.0, 0.5])
+
+    def layer(inputs, scale):
+        out, state = jax.checkpoint(mix)(inputs)
+        return inputs | {"v": inputs["v"] + scale * jnp.tanh(out)}, state
+
+    def scanned(inputs):
+        inputs, states = jax.lax.scan(layer, inputs, scales)
+        return inputs["v"], states
+
+    def looped(inputs):
+        states = []
+        for scale in scales:
+            out, state = mix(inputs)
+            inputs, states = inputs | {"v": inputs["v"] + scale * jnp.tanh(out)}, [*states, state]
+        return inputs["v"], jax.tree.map(lambda *x: jnp.stack(x), *states)
+
+    actual, expected = (jax.jit(gradient(run))(arguments()) for run in (scanned, looped))
+    assert_close(actual, expected, FORMS[F32])
+
+
+def test_batches_over_devices():
+    mesh = make_mesh(batch=2)
+    sharded = jax.shard_map(mix, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"), check_vma=False)
+    assert_close(jax.jit(gradient(sharded))(arguments()), jax.jit(gradient(mix))(arguments()), FORMS[F32])
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("mixer", [linear_attention, hla2, ahla, hla3], ids=lambda mixer: mixer.__name__)
+def test_forward_and_backward_lower_for_the_device(mixer, platform):
+    wide = jax.ShapeDtypeStruct((1, 4096, 2, 128), BF16)
+    decay, ids = jax.ShapeDtypeStruct((1, 4096, 2), F32), jax.ShapeDtypeStruct((1, 4096), np.int32)
+
+    def loss(q, k, v, log_decay, ids):
+        return jnp.sum(mixer(q, k, v, log_decay, segment_ids=ids)[0].astype(F32))
+
+    with using_target(Target("gpu" if platform == "cuda" else "tpu")):
+        traced = jax.jit(jax.grad(loss, argnums=range(4))).trace(wide, wide, wide, decay, ids)
+        program = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu"}[platform] in program
+    if platform == "cuda":
+        # One sequence of two heads does not fill the card: it is cut into four pieces.
+        assert "4x1024x2x128" in program
+
+
+def test_kernels_are_taken_where_they_serve(monkeypatch):
+    fine = Operands("bfloat16", 64, 64, 128)
+
+    def form(mixer="hla2", chunk_size=64, sequence_axis=None, **change):
+        operands = Operands(**(vars(fine) | change))
+        return choose(mixer, None, chunk_size, sequence_axis, operands=operands).form
+
+    assert form() == "scan"
+    for target in (Target("gpu"), Target("tpu")):
+        monkeypatch.setattr(dispatch, "current_target", lambda target=target: target)
+        assert choose("hla2", None, 64, None, operands=fine) == dispatch.Choice(
+            "pallas", f"a Pallas kernel for {target.platform.upper()}s serves the call", target
+        )
+        for change in (
+            {"mixer": "hla2_printed"},
+            {"mixer": "gated_delta_rule"},
+            {"chunk_size": 16},
+            {"sequence_axis": "sequence"},
+            {"dtype": "float32"},
+            {"dtype": "mixed"},
+            {"length": 63},
+            {"key_size": 129},
+            {"value_size": 16},
+        ):
+            assert form(**change) == "scan", change
+
+
+@pytest.mark.parametrize(
+    ("platform", "change", "reason"),
+    [
+        ("gpu", {"dtype": F32}, "the gpu kernels take bfloat16, not float32"),
+        ("tpu", {"v": (1, 8, 2, 129)}, "key and value sizes up to 128, not 129"),
+        ("tpu", {"k": F32}, "q, k and v of one dtype"),
+        ("tpu", {"decay_form": "printed"}, "hla2_printed: no Pallas kernel exists"),
+        ("tpu", {"sequence_axis": "sequence"}, "do not split T"),
+    ],
+)
+def test_what_a_kernel_cannot_serve_is_refused_with_the_reason(platform, change, reason):
+    shapes = {name: change.get(name, (1, 8, 2, 32)) for name in "qkv"}
+    dtypes = {name: change.get("dtype", BF16) for name in "qkv"}
+    if "k" in change:
+        shapes["k"], dtypes["k"] = (1, 8, 2, 32), F32
+    options = {name: x for name, x in change.items() if name in ("decay_form", "sequence_axis")}
+    inputs = {name: jnp.zeros(shapes[name], dtypes[name]) for name in "qkv"}
+    with using_target(Target(platform)), pytest.raises(NotImplementedError, match=reason):
+        hla2(**inputs, implementation="pallas", **options)
+
+
+def test_each_target_has_a_program_of_its_own():
+    inputs = {name: jnp.zeros((1, 64, 2, 32), BF16) for name in "qkv"}
+
+    def program(target):
+        with using_target(target):
+            return str(jax.make_jaxpr(lambda inputs: hla2(**inputs))(inputs))
+
+    targets = Target("tpu"), INTERPRETED, Target("gpu")
+    assert len({program(target) for target in targets}) == len(targets)
