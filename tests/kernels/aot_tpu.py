@@ -15,7 +15,7 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 HEADER = ("kernel", "dtype", "D, E", "chip", "seconds", "VMEM bytes", "temp bytes", "flops", "bundles")
 
 LEGEND = """\
-Compiled with batch 1, 4096 tokens and 16 heads (`decayed_attention`, grouped: 4 heads of `b` and `c`).
+Compiled with batch 8, 4096 tokens, 16 heads of queries, decays and states, and 4 heads of keys and values.
 
 - seconds: to lower and compile, on this machine's CPU.
 - VMEM bytes: the most that a kernel of the program holds in scoped vector memory, double buffers included.
@@ -34,6 +34,9 @@ def cases():
     import jax
     import jax.numpy as jnp
 
+    from jaxmix_kernels.ahla.tpu import ahla_forward
+    from jaxmix_kernels.hla2.tpu import hla2_forward
+    from jaxmix_kernels.hla3.tpu import hla3_forward
     from jaxmix_kernels.linear_attention import tpu, vjp
     from jaxmix_kernels.target import Target
     from tests.kernels import reference
@@ -51,12 +54,16 @@ def cases():
 
     for dtype, sizes in ((jnp.bfloat16, (64, 128)), (jnp.float32, (128,))):
         for size in sizes:
-            shapes = {"batch": 1, "tokens": 4096, "heads": 16, "key_size": size, "value_size": size, "dtype": dtype}
+            shapes = {"batch": 8, "tokens": 4096, "heads": 16, "key_size": size, "value_size": size, "dtype": dtype}
             shapes |= {"b_heads": 4, "c_heads": 4}
             *case, weights = jax.eval_shape(functools.partial(reference.random_case, **shapes))
             yield "decayed_attention", dtype, size, tpu.decayed_attention, case
             yield "decayed_attention, reverse", dtype, size, backward, (*case, weights)
             yield "linear_attention, gradient", dtype, size, gradient, case
+            *tensors, decays, initial = case
+            yield "hla2_forward", dtype, size, hla2_forward, (*tensors, decays, decays, initial, initial)
+            yield "ahla_forward", dtype, size, ahla_forward, (*tensors, decays, initial, initial)
+            yield "hla3_forward", dtype, size, hla3_forward, (*tensors, decays, decays, initial, initial, initial)
 
 
 def compile_for(device, function, arguments):
