@@ -168,7 +168,7 @@ class _Plan:
     @property
     def overlap(self) -> bool:
         """Whether registers suffice for products side by side."""
-        return self.key_size == COLUMNS
+        return self.key_size == COLUMNS and len(self.workers) < 3
 
     @property
     def registers(self) -> int | None:
