@@ -268,6 +268,15 @@ def _copy(plan: _Plan, ref: dict[str, Any], batch: Any, head: Any, block: Any) -
             for name, source in members.items():
                 plgpu.copy_gmem_to_smem(source, ref[f"tile {name}"].at[slot], ref[f"full {group}"].at[slot])
 
+    for group in ("q", "k", "v"):
+        _drain(plan, ref, group)
+
+
+def _drain(plan: _Plan, ref: dict[str, Any], group: str) -> None:
+    """Waits until every tile that was written to a ring has been read."""
+    for slot in range(min(plan.slots(group), ref["q"].shape[1] // CHUNK)):
+        plgpu.barrier_wait(ref[f"empty {group}"].at[slot])
+
 
 def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: Any, block: Any) -> None:
     """One link, and one block of columns of its state: all chunks."""
@@ -330,6 +339,8 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
     state = lax.fori_loop(0, ref["q"].shape[1] // CHUNK, step, state)
     if link.result == "out":
         plgpu.wait_smem_to_gmem(0)
+    else:
+        _drain(plan, ref, link.result)
 
     def store() -> None:
         ref[f"final {number}"][batch, head, :, state_columns] = state
