@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
+import jax
+
 from jaxmix.arrays import check_count, fail
 from jaxmix_kernels.target import Target, current_target
 
@@ -21,12 +23,16 @@ ASKED = "it is asked for"
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What a kernel would have to take: the dtype of q, k and v ("mixed" if they differ), T, D and E."""
+    """What a kernel would have to take: the dtype of q, k and v ("mixed" if they differ), T, D and E.
+
+    `is_checked` is true inside a `jax.shard_map` with check_vma=True.
+    """
 
     dtype: str
     length: int
     key_size: int
     value_size: int
+    is_checked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +57,8 @@ def choose(
 
     `operands` are those of a mixer of KERNELS; None leaves them out of account. Left to choose, the kernels are taken
     where all of this holds: the mixer has one, the device is a Hopper GPU or a TPU, T is not split over devices, q, k
-    and v are bfloat16, T >= 64, D and E are between 32 and 128, and `chunk_size` is 64. Everything else is served by
-    the scan.
+    and v are bfloat16, T >= 64, D and E are between 32 and 128, and `chunk_size` is 64; with several TPUs the call must
+    also be inside `jax.shard_map`. Everything else is served by the scan.
 
     Raises:
         ValueError: for an unknown implementation or a bad `chunk_size` or `sequence_axis`.
@@ -76,7 +82,7 @@ def choose(
                     f"{mixer}: {refusal}; pass implementation='scan', or None to take the fastest that serves the call"
                 )
             return Choice("pallas", ASKED, target)
-        refusal = refusal or _not_worthwhile(chunk_size, operands)
+        refusal = refusal or _not_worthwhile(target, chunk_size, operands)
         if target is None or refusal:
             return Choice("scan", refusal)
         return Choice("pallas", f"a Pallas kernel for {target.platform.upper()}s serves the call", target)
@@ -96,11 +102,15 @@ def _find_kernel(mixer: str, sequence_axis: str | None, operands: Operands | Non
         return target, ""
     if operands.dtype == "mixed":
         return target, "the Pallas kernels need q, k and v of one dtype"
+    if operands.is_checked:
+        return target, "inside jax.shard_map the Pallas kernels need check_vma=False"
     return target, target.refusal(operands.dtype, operands.key_size, operands.value_size) or ""
 
 
-def _not_worthwhile(chunk_size: int, operands: Operands | None) -> str:
+def _not_worthwhile(target: Target | None, chunk_size: int, operands: Operands | None) -> str:
     """Why a kernel is not taken without being asked for, "" if it is."""
+    if target is not None and not target.splits and not _is_on_one_device():
+        return "under jax.jit no compiler splits TPU kernels over devices; inside jax.shard_map they are taken"
     if operands is None:
         return ""
     if operands.dtype != "bfloat16":
@@ -110,3 +120,10 @@ def _not_worthwhile(chunk_size: int, operands: Operands | None) -> str:
     if chunk_size != KERNEL_CHUNK:
         return f"the kernels have chunks of {KERNEL_CHUNK}, and chunk_size={chunk_size}"
     return ""
+
+
+def _is_on_one_device() -> bool:
+    """Whether what is traced runs on one device, as all does inside a `jax.shard_map` over all axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    in_shard_map = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    return in_shard_map or jax.device_count() == 1

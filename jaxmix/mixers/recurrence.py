@@ -20,7 +20,7 @@ from jaxmix.mixers.kernel_chunks import KernelChunks
 from jaxmix.mixers.prefix import prefix_scan
 from jaxmix.mixers.segments import where_valid
 from jaxmix.mixers.state import check_state, group_heads, merge_heads
-from jaxmix.parallel.collectives import vary_like
+from jaxmix.parallel.collectives import is_checked, vary_like
 from jaxmix_kernels.target import Target
 
 Output = tuple[Array, Array]
@@ -140,7 +140,8 @@ def run(
     check_positive("eps", eps)
     sizes = check_inputs(q, k, v, log_decay, segment_ids)
     check_decay_sign(log_decay, segment_ids)
-    operands = Operands(_common_dtype(sizes, q, k, v), sizes.length, sizes.key_size, sizes.value_size)
+    dtype = _common_dtype(sizes, q, k, v)
+    operands = Operands(dtype, sizes.length, sizes.key_size, sizes.value_size, any(map(is_checked, (q, k, v))))
     choice = choose(mixer.name, implementation, chunk_size, sequence_axis, operands=operands)
     arrays = (q, k, v, log_decay, segment_ids, initial_state, None)
     return run_checked(

@@ -37,6 +37,13 @@ def gather_axis(tree: Any, axis_name: str) -> Any:
     return jax.tree.map(gather, tree)
 
 
+def is_checked(x: Any) -> bool:
+    """Whether `x` is inside a `jax.shard_map` that keeps account of what differs over devices (check_vma=True)."""
+    kind = jax.typeof(x)
+    kind = getattr(kind, "manual_axis_type", kind)
+    return bool(getattr(kind, "varying", None) or getattr(kind, "vma", None))
+
+
 def vary_like(tree: Any, x: Any) -> Any:
     """The arrays of `tree`, taken to differ over the shard_map axes that `x` differs over.
 

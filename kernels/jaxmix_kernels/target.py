@@ -39,6 +39,14 @@ class Target:
         """Number of heads of all sequences that keep the device busy: its cores that work side by side."""
         return _PROGRAMS[self.platform]
 
+    @property
+    def splits(self) -> bool:
+        """Whether a compiler may split a kernel over devices under plain `jax.jit`.
+
+        That of TPUs has no place for the rule of `jaxmix_kernels.linear_attention.partition`, and refuses.
+        """
+        return self.platform == "gpu" or self.interpret
+
     def decayed_attention(self, *arrays: Any, **options: Any) -> Result:
         """The kernel of the platform; see `jaxmix_kernels.linear_attention`."""
         if self.platform == "gpu":

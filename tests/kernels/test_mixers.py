@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmix import ahla, hla2, hla3, linear_attention
@@ -14,6 +15,7 @@ from jaxmix.mixers.dispatch import Operands, choose
 from jaxmix.parallel import make_mesh
 from jaxmix_kernels.target import Target, using_target
 from tests.contract.agreement import BF16, F32
+from tests.contract.programs import largest_collective
 from tests.contract.spec import SERIAL, Form, draw_case, evaluate
 from tests.kernels.by_kernel import by_kernel
 from tests.mixers import test_ahla, test_hla2, test_hla3, test_linear_attention
@@ -92,10 +94,34 @@ def test_remat_and_a_scan_over_layers_give_the_same_gradients():
     assert_close(actual, expected, FORMS[F32])
 
 
-def test_batches_over_devices():
+def test_shard_map_over_batches():
     mesh = make_mesh(batch=2)
     sharded = jax.shard_map(mix, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"), check_vma=False)
     assert_close(jax.jit(gradient(sharded))(arguments()), jax.jit(gradient(mix))(arguments()), FORMS[F32])
+
+
+def test_a_shard_map_that_keeps_account_of_devices_is_refused():
+    sharded = jax.shard_map(mix, mesh=make_mesh(batch=2), in_specs=P("batch"), out_specs=P("batch"))
+    with pytest.raises(NotImplementedError, match="need check_vma=False"):
+        jax.eval_shape(sharded, arguments())
+
+
+@pytest.mark.parametrize(
+    ("variant", "spec"),
+    [("decay per token", P("batch")), ("grouped heads, shared decay", P("batch", None, "heads"))],
+    ids=["batches", "batches and groups of heads"],
+)
+def test_plain_jit_splits_kernels_over_devices_without_a_gather(variant, spec):
+    described = SPECS["linear_attention"]
+    drawn = described.draw(np.random.default_rng(0), 2, 6, described.variants[variant])
+    inputs = described.cast_inputs(drawn, F32)
+    split = jax.device_put(inputs, NamedSharding(make_mesh(batch=2, heads=2), spec))
+    run = jax.jit(gradient(mix))
+    program = run.lower(split).compile()
+    assert largest_collective(program.as_text()) <= 1  # the sum of the loss
+    actual = program(split)
+    assert_close(actual, run(inputs), FORMS[F32])
+    assert {x.sharding.spec for x in actual[1].values()} == {spec}
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -105,7 +131,7 @@ def test_forward_and_backward_lower_for_the_device(mixer, platform):
     decay, ids = jax.ShapeDtypeStruct((1, 4096, 2), F32), jax.ShapeDtypeStruct((1, 4096), np.int32)
 
     def loss(q, k, v, log_decay, ids):
-        return jnp.sum(mixer(q, k, v, log_decay, segment_ids=ids)[0].astype(F32))
+        return jnp.sum(mixer(q, k, v, log_decay, segment_ids=ids, implementation="pallas")[0].astype(F32))
 
     with using_target(Target("gpu" if platform == "cuda" else "tpu")):
         traced = jax.jit(jax.grad(loss, argnums=range(4))).trace(wide, wide, wide, decay, ids)
@@ -124,6 +150,7 @@ def test_kernels_are_taken_where_they_serve(monkeypatch):
         return choose(mixer, None, chunk_size, sequence_axis, operands=operands).form
 
     assert form() == "scan"
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     for target in (Target("gpu"), Target("tpu")):
         monkeypatch.setattr(dispatch, "current_target", lambda target=target: target)
         assert choose("hla2", None, 64, None, operands=fine) == dispatch.Choice(
@@ -139,8 +166,11 @@ def test_kernels_are_taken_where_they_serve(monkeypatch):
             {"length": 63},
             {"key_size": 129},
             {"value_size": 16},
+            {"is_checked": True},
         ):
             assert form(**change) == "scan", change
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert form() == "scan"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +199,7 @@ def test_each_target_has_a_program_of_its_own():
 
     def program(target):
         with using_target(target):
-            return str(jax.make_jaxpr(lambda inputs: hla2(**inputs))(inputs))
+            return str(jax.make_jaxpr(lambda inputs: hla2(**inputs, implementation="pallas"))(inputs))
 
     targets = Target("tpu"), INTERPRETED, Target("gpu")
     assert len({program(target) for target in targets}) == len(targets)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxmix_kernels.decays import CHUNK, ChunkDecays, Result
+from jaxmix_kernels.linear_attention.partition import partitioned
 from jaxmix_kernels.linear_attention.pieces import (
     choose_pieces,
     join_pieces,
@@ -187,12 +188,15 @@ def _run(
     reverse: bool = False,
     outputs: bool = True,
 ) -> Result:
-    """The primitive; under `jax.vmap` the new axis joins the batch."""
+    """The primitive; under `jax.vmap` the new axis joins the batch, and devices share batch and heads."""
+
+    def primitive(*arrays: Any) -> Result:
+        *arguments, weights = arrays
+        return target.decayed_attention(*arguments, weights=weights, reverse=reverse, outputs=outputs)
 
     @custom_vmap
     def call(*arrays: Any) -> Result:
-        *arguments, weights = arrays
-        return target.decayed_attention(*arguments, weights=weights, reverse=reverse, outputs=outputs)
+        return partitioned(primitive, arrays) if target.splits else primitive(*arrays)
 
     @call.def_vmap
     def _(size: int, batched: Any, *arrays: Any) -> tuple[Result, Any]:
