@@ -1,0 +1,153 @@
+"""Checks the mixers over kernels against their float32 scan on the device, and times them forward and backward.
+
+    PYTHONPATH=.:kernels python experiments/kernels_device/mixers.py [--only check|time] [--mixers hla2 ...]
+
+An error is the root mean square of the difference over that of the scan, which gets the same numbers in float32.
+Padding holds NaN. Times are device times of chained calls inside one compiled loop, median of 20 runs, over two sets of
+inputs.
+"""
+
+import argparse
+import dataclasses
+import time
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from run import LIMIT, cudnn, device_time, report
+
+import jaxmix
+
+MIXERS = {
+    "linear_attention": jaxmix.linear_attention,
+    "hla2": jaxmix.hla2,
+    "ahla": jaxmix.ahla,
+    "hla3": jaxmix.hla3,
+}
+SHORT, LONG = (1, 2, 15, 16, 63, 64, 65, 127), (1000, 4096)
+TIMED = ((8, 4096, 16, 64), (4, 4096, 16, 128))
+
+
+def case(length: int, size: int, seed: int, strongest: float = -0.2) -> dict[str, jax.Array]:
+    """q, k, v of 4 and 2 heads, bfloat16; decays from 0 to `strongest` a token."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    q = jax.random.normal(keys[0], (2, length, 4, size)) / size**0.5
+    k, v = (jax.random.normal(key, (2, length, 2, size)) / size**0.5 for key in keys[1:3])
+    log_decay = strongest * jax.random.uniform(keys[3], (2, length, 4)) ** 3
+    arrays = {"q": q, "k": k, "v": v}
+    return {name: x.astype(jnp.bfloat16) for name, x in arrays.items()} | {"log_decay": log_decay}
+
+
+def packed(length: int) -> np.ndarray:
+    """Two documents and padding behind them in the first row, padding in the middle of the second."""
+    ids = np.ones((2, length), np.int32)
+    ids[0, length // 3 :] = 2
+    ids[0, length - length // 8 :] = 0
+    ids[1, length // 2 : length // 2 + length // 8] = 0
+    return ids
+
+
+def compare(name: str, length: int, size: int, **given: Any) -> dict[str, float]:
+    """Errors of out, states and all gradients, of a sum with random weights over out and all states."""
+    arrays = case(length, size, seed=length, **given)
+    ids = packed(length) if length >= 16 else None
+    if ids is not None:
+        hidden = jnp.asarray(ids == 0)
+        arrays = {n: jnp.where(hidden.reshape(2, length, *[1] * (x.ndim - 2)), jnp.nan, x) for n, x in arrays.items()}
+    _, before = MIXERS[name](**case(7, size, seed=1))
+
+    def run(implementation: str, dtype: Any) -> tuple[Any, Any]:
+        def loss(arrays: dict[str, jax.Array], state: Any) -> tuple[jax.Array, Any]:
+            out, after = MIXERS[name](
+                **arrays, segment_ids=ids, initial_state=state, implementation=implementation, chunk_size=64
+            )
+            parts = [out.astype(jnp.float32), *jax.tree.leaves(after)]
+            weights = [jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(parts)]
+            scale = [jnp.sqrt(jnp.mean(jax.lax.stop_gradient(x) ** 2)) + 1e-30 for x in parts]
+            return sum(jnp.sum(x * w / s) for x, w, s in zip(parts, weights, scale, strict=True)), (out, after)
+
+        wide = {n: x.astype(dtype) if n != "log_decay" else x for n, x in arrays.items()}
+        grads, found = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(wide, before)
+        return found, grads
+
+    (out, after), (by_input, by_state) = run("pallas", jnp.bfloat16)
+    (out32, after32), (by_input32, by_state32) = run("scan", jnp.float32)
+    pairs = {"out": (out, out32)}
+    pairs |= {f"d {n}": (by_input[n], by_input32[n]) for n in by_input}
+    for prefix, a, b in (("", after, after32), ("d ", by_state, by_state32)):
+        fields = [f"{prefix}{field.name}" for field in dataclasses.fields(a)]
+        pairs |= dict(zip(fields, zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True), strict=True))
+    return {n: ratio(x, y) for n, (x, y) in pairs.items()}
+
+
+def ratio(actual: Any, expected: Any) -> float:
+    """Root mean square of the difference over that of `expected`; arrays that vanish in both agree."""
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    size = np.sqrt(np.mean(expected**2))
+    return float(np.sqrt(np.mean((actual - expected) ** 2)) / max(size, 1e-30))
+
+
+def check(names: list[str]) -> None:
+    bad = []
+    for name in names:
+        cases = [(length, 64, {}) for length in LONG] + [(1000, 128, {}), (127, 32, {"strongest": -80.0})]
+        cases += [(length, 64, {}) for length in SHORT] if name == "hla2" else [(65, 64, {})]
+        for length, size, given in cases:
+            title = f"{name} T {length} D {size} {given or ''}"
+            start = time.perf_counter()
+            try:
+                good = report(title, compare(name, length, size, **given), start)
+            except Exception:
+                good = False
+                print(f"BAD  {title}\n{traceback.format_exc(limit=-4)[-1500:]}", flush=True)
+            bad += [] if good else [title]
+    print(f"{len(bad)} bad cases (limit {LIMIT:g}): {bad}", flush=True)
+
+
+def both(function: Any) -> Any:
+    """Gradients of a sum of squares; cuDNN attention has no decays to differentiate."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> jax.Array:
+        return jnp.sum(function(q, k, v, log_decay).astype(jnp.float32) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2) if function is cudnn else (0, 1, 2, 3))
+
+
+def measure(names: list[str]) -> None:
+    for batch, length, heads, size in TIMED:
+        print((batch, length, heads, size), flush=True)
+        sets = []
+        for seed in (0, 1):
+            keys = jax.random.split(jax.random.key(seed), 4)
+            q, k, v = (jax.random.normal(x, (batch, length, heads, size)) / size**0.5 for x in keys[:3])
+            log_decay = -0.02 * jax.random.uniform(keys[3], (batch, length, heads))
+            sets.append((*(x.astype(jnp.bfloat16) for x in (q, k, v)), log_decay))
+
+        functions = {"cuDNN causal attention": cudnn}
+        functions |= {
+            name: lambda q, k, v, g, mixer=MIXERS[name]: mixer(q, k, v, g, implementation="pallas")[0] for name in names
+        }
+        for name, function in functions.items():
+            for what, made in (("forward", function), ("forward and backward", both(function))):
+                try:
+                    print(f"  {name:24s} {what:22s} {device_time(made, sets, 20):.3f} ms", flush=True)
+                except Exception as error:
+                    print(f"  {name:24s} {what:22s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("check", "time"))
+    parser.add_argument("--mixers", nargs="+", choices=list(MIXERS), default=list(MIXERS))
+    chosen = parser.parse_args()
+    print(jax.__version__, jax.devices(), flush=True)
+    if chosen.only != "time":
+        check(chosen.mixers)
+    if chosen.only != "check":
+        measure(chosen.mixers)
+
+
+if __name__ == "__main__":
+    main()
