@@ -7,7 +7,8 @@
 Every model has 4 layers and about the same number of parameters (SwiGLU sizes make up for what the mixers differ in),
 and the same sequences for the same seed. On recall every mixer is trained with every learning rate; the one reported
 has the best mean over seeds on validation sequences, the accuracies are those on other sequences. On text there is
-one rate. A run that is in the directory is kept. Writes measured.json for every run, table.md and plot.png.
+one rate. A run that is in the directory is kept. Writes measured.json for every run, and of all runs runs.jsonl,
+table.md and plot.png. A directory given to --table holds runs.jsonl, or measured.json in its subdirectories.
 """
 
 import argparse
@@ -66,16 +67,18 @@ def measure(name: str, chosen: argparse.Namespace, settings: dict[str, Any]) -> 
 
 def read(directories: list[Path]) -> list[dict[str, Any]]:
     """All runs in the directories, which must have been made with the same settings."""
-    files = [file for directory in directories for file in sorted(directory.glob("*/measured.json"))]
-    runs = [json.loads(file.read_text()) for file in files]
-    seen = set()
-    for file, run in zip(files, runs, strict=True):
-        if run["settings"] != runs[0]["settings"]:
-            raise SystemExit(f"{file} has other settings than {files[0]}:\n{run['settings']}\n{runs[0]['settings']}")
-        what = run["mixer"], run["rate"], run["seed"]
-        if what in seen:
-            raise SystemExit(f"{file}: {what} is in two of the directories")
-        seen.add(what)
+    runs, seen = [], set()
+    for directory in directories:
+        all_runs = directory / "runs.jsonl"
+        for file in [all_runs] if all_runs.is_file() else sorted(directory.glob("*/measured.json")):
+            for run in map(json.loads, file.read_text().splitlines()):
+                if runs and run["settings"] != runs[0]["settings"]:
+                    raise SystemExit(f"{file}: expected {runs[0]['settings']}, got {run['settings']}")
+                what = run["mixer"], run["rate"], run["seed"]
+                if what in seen:
+                    raise SystemExit(f"{file}: {what} is in two of the directories")
+                seen.add(what)
+                runs.append(run)
     return runs
 
 
@@ -128,6 +131,7 @@ def main() -> None:
         if any(run["settings"] != settings for run in read([chosen.out])):
             raise SystemExit(f"{chosen.out} holds runs with other settings; give another --out")
         jax.config.update("jax_compilation_cache_dir", str(chosen.out.resolve() / "compiled"))
+        (chosen.out / "runs.jsonl").unlink(missing_ok=True)
         for name in chosen.mixers:
             measure(name, chosen, settings)
     runs = read(chosen.table or [chosen.out])
@@ -136,6 +140,7 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     report = REPORTS[chosen.task]
     text = report.table(runs)
+    (chosen.out / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
     (chosen.out / "table.md").write_text(text + "\n")
     report.plot(runs, chosen.out / "plot.png")
     print(text)
