@@ -5,22 +5,23 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxmix_kernels import tpu_chunks
+from jaxmix_kernels import tpu_tiles
 from jaxmix_kernels.decays import CHUNK, Array, ChunkDecays
-from jaxmix_kernels.tpu_chunks import Decays, Walk
+from jaxmix_kernels.tpu_tiles import Decays, Walk
 
 States = tuple[Array, ...]
 
-Chunk = Callable[[Array, Array, Array, tuple[Decays, ...], States], tuple[Array, States]]
-"""What one chunk does: (q [C, D], k [C, D], v [C, E], decays, states) to (out [C, E] float32, states)."""
+Tiles = list[Array]
+
+Step = Callable[[Tiles, Tiles, Tiles, list[list[Decays]], States], tuple[Tiles, States]]
+"""What one grid step does: tiles of q, k and v, decays of the tiles, and states, to tiles of out and states."""
 
 
 def forward(
     name: str,
-    chunk: Chunk,
+    step: Step,
     q: Array,
     k: Array,
     v: Array,
@@ -31,18 +32,18 @@ def forward(
     products: int,
     interpret: Any,
 ) -> tuple[Array, States]:
-    """Walks over the chunks with `chunk`, its states in VMEM.
+    """Walks over the chunks with `step`, its states in VMEM.
 
     Args:
         name: the operator, for errors and profiles.
-        chunk: what one chunk does.
+        step: what one grid step does.
         q: queries, [B, T, H, D], bfloat16 or float32, T a multiple of the chunk length.
         k: keys, [B, T, Hk, D]; Hk divides H and query head h reads head h // (H / Hk), as for all head counts.
         v: values, [B, T, Hv, E].
-        decays: what `chunk` gets as its decays, one by one; None for no decay and no segments.
+        decays: what `step` gets as its decays, one by one; None for no decay and no segments.
         initial: the states before the first chunk, [B, Hs, ...], float32; None for zeros.
         state_sizes: their last two axes.
-        products: multiply-adds of a chunk.
+        products: multiply-adds of a tile.
         interpret: as of `pl.pallas_call`.
 
     Returns:
@@ -51,16 +52,16 @@ def forward(
     Raises:
         NotImplementedError: for dtypes, head sizes or lengths without a kernel.
     """
-    tpu_chunks.check_arrays(name, q, k, v)
+    tpu_tiles.check_arrays(name, q, k, v)
     batch, length, heads, _ = q.shape
-    walk = Walk(batch, heads, length // CHUNK)
+    walk = Walk(batch, heads, length // CHUNK, segments=tpu_tiles.segmented(*decays))
     inputs = {"q": walk.tokens(q), "k": walk.tokens(k), "v": walk.tokens(v)}
     inputs |= {f"rows {i}": walk.rows(x) for i, x in enumerate(decays)}
     inputs |= {f"initial {i}": walk.state(x) for i, x in enumerate(initial)}
     outputs = {"out": walk.token_output(v.shape[3], v.dtype)}
     outputs |= {f"final {i}": walk.state_output(*size) for i, size in enumerate(state_sizes)}
     result = walk.call(
-        functools.partial(_kernel, walk, chunk, len(decays)),
+        functools.partial(_kernel, walk, step, len(decays)),
         inputs,
         outputs,
         [pltpu.VMEM(size, jnp.float32) for size in state_sizes],
@@ -72,17 +73,15 @@ def forward(
 
 
 def _kernel(
-    walk: Walk, chunk: Chunk, decay_count: int, inputs: dict[str, Any], outputs: dict[str, Any], *carried: Any
+    walk: Walk, step: Step, decay_count: int, inputs: dict[str, Any], outputs: dict[str, Any], *carried: Any
 ) -> None:
     for i, x in enumerate(carried):
-        tpu_chunks.start(x, inputs[f"initial {i}"])
+        tpu_tiles.start(x, inputs[f"initial {i}"])
     states = tuple(x[...] for x in carried)
-    for n in walk.order:
-        tokens = pl.ds(n * CHUNK, CHUNK)
-        q, k, v = (inputs[name][tokens] for name in ("q", "k", "v"))
-        decays = tuple(Decays.unpack(inputs[f"rows {i}"], n, walk.reverse) for i in range(decay_count))
-        out, states = chunk(q, k, v, decays, states)
-        outputs["out"][tokens] = out.astype(v.dtype)
+    q, k, v = (tpu_tiles.tokens(walk, inputs[name]) for name in ("q", "k", "v"))
+    decays = [Decays.unpack(walk, inputs[f"rows {i}"]) for i in range(decay_count)]
+    out, states = step(q, k, v, decays, states)
+    tpu_tiles.write(walk, outputs["out"], out)
     for i, (x, state) in enumerate(zip(carried, states, strict=True)):
         x[...] = state
-        tpu_chunks.finish(x, outputs[f"final {i}"])
+        tpu_tiles.finish(x, outputs[f"final {i}"])

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxmix_kernels.decays import CHUNK, Array, ChunkDecays
-from jaxmix_kernels.tpu_chunks import Decays, add, read, scores
-from jaxmix_kernels.tpu_forward import States, forward
+from jaxmix_kernels.decays import Array, ChunkDecays
+from jaxmix_kernels.tpu_forward import States, Tiles, forward
+from jaxmix_kernels.tpu_tiles import TILE, Decays, attend, rounded, scores
 
 
 def ahla_forward(
@@ -37,22 +37,22 @@ def ahla_forward(
     d, e = q.shape[3], v.shape[3]
     out, (p, second) = forward(
         "ahla",
-        _chunk,
+        _step,
         q,
         k,
         v,
         (decays,),
         (initial_p, initial_e),
         ((d, e), (d, e)),
-        products=CHUNK * CHUNK * (d + 2 * e) + 4 * CHUNK * d * e,
+        products=TILE * TILE * (d + 2 * e) + 4 * TILE * d * e,
         interpret=interpret,
     )
     return out, p, second
 
 
-def _chunk(q: Array, k: Array, v: Array, decays: tuple[Decays, ...], states: States) -> tuple[Array, States]:
+def _step(q: Tiles, k: Tiles, v: Tiles, decays: list[list[Decays]], states: States) -> tuple[Tiles, States]:
     (once,), (p, e) = decays, states
     weights = scores(q, k, once)
-    vt = read(q, v, weights, p, once).astype(v.dtype)
-    out = read(q, vt, weights, e, once)
-    return out, (add(p, k, v, once), add(e, k, vt, once))
+    vt, p = attend(q, k, v, once, p, weights)
+    out, e = attend(q, k, rounded(vt, v), once, e, weights)
+    return out, (p, e)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxmix_kernels.decays import CHUNK, Array, ChunkDecays
-from jaxmix_kernels.tpu_chunks import Decays, add, read, scores
-from jaxmix_kernels.tpu_forward import States, forward
+from jaxmix_kernels.decays import Array, ChunkDecays
+from jaxmix_kernels.tpu_forward import States, Tiles, forward
+from jaxmix_kernels.tpu_tiles import TILE, Decays, attend, rounded
 
 
 def hla2_forward(
@@ -39,21 +39,21 @@ def hla2_forward(
     d, e = q.shape[3], v.shape[3]
     out, (s, f) = forward(
         "hla2",
-        _chunk,
+        _step,
         q,
         k,
         v,
         (decays, squared),
         (initial_s, initial_f),
         ((d, d), (d, e)),
-        products=2 * CHUNK * d * (CHUNK + d) + CHUNK * CHUNK * (d + e) + 2 * CHUNK * d * e,
+        products=2 * TILE * d * (TILE + d) + TILE * TILE * (d + e) + 2 * TILE * d * e,
         interpret=interpret,
     )
     return out, s, f
 
 
-def _chunk(q: Array, k: Array, v: Array, decays: tuple[Decays, ...], states: States) -> tuple[Array, States]:
+def _step(q: Tiles, k: Tiles, v: Tiles, decays: list[list[Decays]], states: States) -> tuple[Tiles, States]:
     (once, twice), (s, f) = decays, states
-    kt = read(q, k, scores(q, k, once), s, once).astype(k.dtype)
-    out = read(q, v, scores(q, kt, twice), f, twice)
-    return out, (add(s, k, k, once), add(f, kt, v, twice))
+    kt, s = attend(q, k, k, once, s)
+    out, f = attend(q, rounded(kt, k), v, twice, f)
+    return out, (s, f)

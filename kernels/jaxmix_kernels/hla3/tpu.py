@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxmix_kernels.decays import CHUNK, Array, ChunkDecays
-from jaxmix_kernels.tpu_chunks import Decays, add, read, scores
-from jaxmix_kernels.tpu_forward import States, forward
+from jaxmix_kernels.decays import Array, ChunkDecays
+from jaxmix_kernels.tpu_forward import States, Tiles, forward
+from jaxmix_kernels.tpu_tiles import TILE, Decays, attend, rounded, scores
 
 
 def hla3_forward(
@@ -41,23 +41,23 @@ def hla3_forward(
     d, e = q.shape[3], v.shape[3]
     out, (s, p, f) = forward(
         "hla3",
-        _chunk,
+        _step,
         q,
         k,
         v,
         (decays, cubed),
         (initial_s, initial_p, initial_f),
         ((d, d), (d, e), (d, e)),
-        products=CHUNK * CHUNK * (3 * d + 2 * e) + 2 * CHUNK * d * d + 4 * CHUNK * d * e,
+        products=TILE * TILE * (3 * d + 2 * e) + 2 * TILE * d * d + 4 * TILE * d * e,
         interpret=interpret,
     )
     return out, s, p, f
 
 
-def _chunk(q: Array, k: Array, v: Array, decays: tuple[Decays, ...], states: States) -> tuple[Array, States]:
+def _step(q: Tiles, k: Tiles, v: Tiles, decays: list[list[Decays]], states: States) -> tuple[Tiles, States]:
     (once, thrice), (s, p, f) = decays, states
     weights = scores(q, k, once)
-    kt = read(q, k, weights, s, once).astype(k.dtype)
-    vt = read(q, v, weights, p, once).astype(v.dtype)
-    out = read(q, vt, scores(q, kt, thrice), f, thrice)
-    return out, (add(s, k, k, once), add(p, k, v, once), add(f, kt, vt, thrice))
+    kt, s = attend(q, k, k, once, s, weights)
+    vt, p = attend(q, k, v, once, p, weights)
+    out, f = attend(q, rounded(kt, k), rounded(vt, v), thrice, f)
+    return out, (s, p, f)

@@ -4,12 +4,11 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxmix_kernels import tpu_chunks
+from jaxmix_kernels import tpu_tiles
 from jaxmix_kernels.decays import CHUNK, Array, ChunkDecays, Result
-from jaxmix_kernels.tpu_chunks import Decays, Walk
+from jaxmix_kernels.tpu_tiles import TILE, Decays, Walk
 
 
 def decayed_attention(
@@ -54,14 +53,14 @@ def decayed_attention(
         raise ValueError("a: needed for outputs")
     if not outputs:
         a = weights = None
-    tpu_chunks.check_arrays("decayed_attention", *(x for x in (a, b, c, weights) if x is not None))
+    tpu_tiles.check_arrays("decayed_attention", *(x for x in (a, b, c, weights) if x is not None))
     batch, length, _, key_size = b.shape
     value_size = c.shape[3]
     heads = [x.shape[2] for x in (a, b, c, weights) if x is not None]
     heads += [] if decays is None else [decays.enter.shape[1]]
     heads += [] if initial is None else [initial.shape[1]]
-    walk = Walk(batch, max(heads), length // CHUNK, reverse)
-    products = CHUNK * value_size * (CHUNK + key_size) + CHUNK * CHUNK * key_size if outputs else 0
+    walk = Walk(batch, max(heads), length // CHUNK, reverse, tpu_tiles.segmented(decays))
+    products = TILE * value_size * (TILE + key_size) + TILE * TILE * key_size if outputs else 0
     result = walk.call(
         functools.partial(_kernel, walk),
         {
@@ -78,7 +77,7 @@ def decayed_attention(
             "dots": None if weights is None else walk.number_output(),
         },
         [pltpu.VMEM((key_size, value_size), jnp.float32)],
-        products=products + CHUNK * key_size * value_size,
+        products=products + TILE * key_size * value_size,
         interpret=interpret,
         name="decayed_attention_reverse" if reverse else "decayed_attention",
     )
@@ -86,18 +85,18 @@ def decayed_attention(
 
 
 def _kernel(walk: Walk, inputs: dict[str, Any], outputs: dict[str, Any], carried: Any) -> None:
-    tpu_chunks.start(carried, inputs["initial"])
+    tpu_tiles.start(carried, inputs["initial"])
     state = carried[...]
-    for chunk in walk.order:
-        tokens = pl.ds(chunk * CHUNK, CHUNK)
-        b, c = inputs["b"][tokens], inputs["c"][tokens]
-        decays = Decays.unpack(inputs["rows"], chunk, walk.reverse)
-        if inputs["a"] is not None:
-            a = inputs["a"][tokens]
-            out = tpu_chunks.read(a, c, tpu_chunks.scores(a, b, decays), state, decays)
-            outputs["out"][tokens] = out.astype(c.dtype)
-            if inputs["weights"] is not None:
-                outputs["dots"][chunk] = tpu_chunks.row_sums(out * inputs["weights"][tokens].astype(jnp.float32))
-        state = tpu_chunks.add(state, b, c, decays)
+    b, c = tpu_tiles.tokens(walk, inputs["b"]), tpu_tiles.tokens(walk, inputs["c"])
+    decays = Decays.unpack(walk, inputs["rows"])
+    if inputs["a"] is None:
+        for added, decay in zip(tpu_tiles.outer(b, c, decays), decays, strict=True):
+            state = tpu_tiles.advance(state, added, decay)
+    else:
+        out, state = tpu_tiles.attend(tpu_tiles.tokens(walk, inputs["a"]), b, c, decays, state)
+        tpu_tiles.write(walk, outputs["out"], out)
+        if inputs["weights"] is not None:
+            for tile, x, y in zip(walk.order, out, tpu_tiles.tokens(walk, inputs["weights"]), strict=True):
+                outputs["dots"][tile] = tpu_tiles.row_sums(x * y.astype(jnp.float32))
     carried[...] = state
-    tpu_chunks.finish(carried, outputs["final"])
+    tpu_tiles.finish(carried, outputs["final"])
