@@ -31,7 +31,7 @@ class ChunkDecays:
         leave: decay from each token to the end of the chunk, in [0, 1], 0 where a border follows, [B, Hd, N, C].
         kept: decay of the whole chunk, in [0, 1], 0 with a border inside, [B, Hd, N].
         run: int32, number of segment starts inside the chunk up to each token, [B, N, C]; None for no segments.
-        steps: log decay of each token, <= 0, [B, Hd, N, C]; only gradients use it.
+        steps: log decay of each token, <= 0, [B, Hd, N, C], which the gradient of all others goes to; None for none.
     """
 
     high: Array
@@ -40,7 +40,7 @@ class ChunkDecays:
     leave: Array
     kept: Array
     run: Array | None
-    steps: Array
+    steps: Array | None
 
 
 class Result(NamedTuple):
@@ -50,8 +50,29 @@ class Result(NamedTuple):
         out: outputs [B, T, H, E] in the dtype of the values; None where none were asked for.
         final: state after the last chunk walked, [B, H, D, E], float32.
         dots: sum of out times weights over E, [B, H, T], float32; None without weights.
+        states: state before every chunk, [B, H, N, D, E], rounded to the dtype of the values, which is how outputs
+            read it; None where none were asked for.
     """
 
     out: Array | None
     final: Array
     dots: Array | None
+    states: Array | None = None
+
+
+class BackwardResult(NamedTuple):
+    """Gradients of one decayed attention, for each of its heads.
+
+    Attributes:
+        dq: [B, T, H, D] in the dtype of the operands.
+        dk: [B, T, H, D], likewise.
+        dv: [B, T, H, E], likewise.
+        d_initial: of the state before the first chunk, [B, H, D, E], float32.
+        d_steps: of the log decay of each token, [B, H, N, C], float32; None without decays.
+    """
+
+    dq: Array
+    dk: Array
+    dv: Array
+    d_initial: Array
+    d_steps: Array | None

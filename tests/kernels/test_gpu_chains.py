@@ -65,10 +65,9 @@ def _expected(links, q, k, v, decays, states):
     for link, state in zip(links, states, strict=True):
         state = jnp.repeat(state, q.shape[2], axis=1)
         decayed = _to_power(decays, link.power)
-        tiles[link.result], final, _ = reference.decayed_attention(
-            q, tiles[link.keys], tiles[link.values], decayed, state
-        )
-        finals.append(final)
+        result = reference.decayed_attention(q, tiles[link.keys], tiles[link.values], decayed, state)
+        tiles[link.result] = result.out
+        finals.append(result.final)
     return tiles["out"], *finals
 
 

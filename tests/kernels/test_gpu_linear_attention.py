@@ -1,7 +1,9 @@
 """The Hopper kernel of decayed linear attention, interpreted on a CPU."""
 
+import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,6 +65,22 @@ def test_final_state_alone(reverse):
     assert alone.out is None
     assert whole.dots is None
     np.testing.assert_array_equal(alone.final, whole.final)
+
+
+@pytest.mark.parametrize("outputs", [True, False], ids=["with outputs", "without"])
+def test_states_before_every_chunk(outputs):
+    a, b, c, decays, initial, _ = _case("two blocks of columns")
+    whole = _interpret(a if outputs else None, b, c, decays, initial, outputs=outputs, states=True)
+    assert whole.states.dtype == c.dtype
+    count = b.shape[1] // CHUNK
+    for n in range(count):
+        expected = initial
+        if n:
+            first = jax.tree.map(lambda x, n=n: x[:, :, :n], dataclasses.replace(decays, run=None))
+            first = dataclasses.replace(first, run=decays.run[:, :n])
+            head = slice(0, n * CHUNK)
+            expected = reference.decayed_attention(None, b[:, head], c[:, head], first, initial, outputs=False).final
+        assert_close(whole.states[:, :, n].astype(jnp.float32), expected, TOLERANCE)
 
 
 def test_no_initial_state_is_a_state_of_zeros():

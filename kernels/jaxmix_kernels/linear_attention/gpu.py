@@ -66,6 +66,7 @@ def decayed_attention(
     weights: Array | None = None,
     reverse: bool = False,
     outputs: bool = True,
+    states: bool = False,
     interpret: Any = False,
     tuning: Tuning | None = None,
 ) -> Result:
@@ -82,12 +83,13 @@ def decayed_attention(
         initial: state before the first chunk walked, [B, Hs, D, E], float32; None for zeros.
         weights: [B, T, Hw, E]; asks for dots, the sum over E of out times weights, taken before out is rounded.
         reverse: walk from the last chunk to the first with M transposed and enter and leave exchanged.
-        outputs: False computes the final state only.
+        outputs: False computes no outputs.
+        states: asks for the state before every chunk.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
         tuning: how the work is laid out; None for the default.
 
     Returns:
-        out [B, T, H, E], final [B, H, D, E], dots [B, H, T].
+        out [B, T, H, E], final [B, H, D, E], dots [B, H, T], states [B, H, N, D, E].
 
     Raises:
         NotImplementedError: the kernel does not take these dtypes or sizes.
@@ -115,15 +117,19 @@ def decayed_attention(
         if outputs:
             inputs |= {"enter": enter, "high": decays.high, "low": decays.low, "run": decays.run}
     given = {name: x for name, x in inputs.items() if x is not None}
-    out, final, dots = _call(given, heads, reverse, outputs, interpret, tuning or Tuning())
-    final = final[:, :, :key_size] if padding else final
-    return Result(out, final, None if dots is None else jnp.sum(dots, axis=2).reshape(*dots.shape[:2], -1))
+    results = _call(given, heads, reverse, outputs, states, interpret, tuning or Tuning())
+    dots, starts = results.get("dots"), results.get("states")
+    if dots is not None:
+        dots = jnp.sum(dots, axis=2).reshape(*dots.shape[:2], -1)
+    if starts is not None:
+        starts = starts[:, :, :, :key_size]
+    return Result(results.get("out"), results["final"][:, :, :key_size], dots, starts)
 
 
 def _call(
-    given: dict[str, Array], heads: int, reverse: bool, outputs: bool, interpret: Any, tuning: Tuning
-) -> tuple[Array | None, Array, Array | None]:
-    """Lays out the grid and the shared memory: out, final, and dots [B, H, blocks, N, C]."""
+    given: dict[str, Array], heads: int, reverse: bool, outputs: bool, states: bool, interpret: Any, tuning: Tuning
+) -> dict[str, Array]:
+    """Lays out the grid and the shared memory: out, final, states, and dots [B, H, blocks, N, C]."""
     batch, tokens, _, key_size = given["b"].shape
     value_size, dtype = given["c"].shape[3], given["c"].dtype
     columns = min(value_size, tuning.columns)
@@ -136,13 +142,15 @@ def _call(
         results["out"] = jax.ShapeDtypeStruct((batch, tokens, heads, value_size), dtype)
     if "weights" in given:
         results["dots"] = jax.ShapeDtypeStruct((batch, heads, blocks, count, CHUNK), jnp.float32)
+    if states:
+        results["states"] = jax.ShapeDtypeStruct((batch, heads, count, key_size, value_size), dtype)
     transforms = layout_of_tiles(min(key_size, columns), dtype)
 
     def shared(rows: int, width: int) -> Any:
         return plgpu.SMEM((rows, width), dtype, transforms=transforms)
 
     scratch = {}
-    if outputs:
+    if outputs or states:
         scratch["state"] = shared(key_size, columns)
     if "leave" in given:
         scratch["scaled"] = shared(CHUNK, columns)
@@ -170,8 +178,7 @@ def _call(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter(interpret),
     )
-    values = dict(zip(results, kernel(*given.values()), strict=True))
-    return values.get("out"), values["final"], values.get("dots")
+    return dict(zip(results, kernel(*given.values()), strict=True))
 
 
 def _program(
@@ -218,6 +225,8 @@ def _program(
         chunk, state = dict(zip(sources, tiles[:-1], strict=True)), tiles[-1]
         n = chunk_index(indices[0])
         kept = ref["kept"][batch, of_head("kept", 1), n] if "kept" in ref else None
+        if "states" in ref:
+            plgpu.copy_smem_to_gmem(ref["state"], ref["states"].at[batch, head, n, :, block_columns])
         added = chunk["c"]
         if "leave" in chunk:
             scaled = tile(chunk["c"]).astype(jnp.float32) * rows(chunk["leave"], columns)
@@ -230,7 +239,7 @@ def _program(
             out = out * rows(chunk["enter"], columns) if "enter" in chunk else out
             scores = masked(scores, chunk, reverse=reverse).astype(dtype)
             out = products.add(out, scores, chunk["c"])
-            plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(_SLOTS - 1 + ("states" in ref), wait_read_only=True)
             slot = lax.rem(n, jnp.int32(_SLOTS))
             ref["out_tile"].at[slot][...] = out.astype(dtype)
             if "dots" in ref:
@@ -245,6 +254,8 @@ def _program(
         state = state if kept is None else state * kept
         state = products.add(state, chunk["b"].transpose((1, 0)), added)
         if "state" in ref:
+            if "states" in ref:
+                plgpu.wait_smem_to_gmem(int("out" in ref), wait_read_only=True)
             ref["state"][...] = state.astype(dtype)
             plgpu.commit_smem()
         return state
