@@ -1,6 +1,6 @@
-"""What every TPU kernel of this package shares: the walk over chunks, and decayed linear attention inside a chunk.
+"""What every TPU kernel of this package shares: the walk over a sequence, and decayed linear attention in its tiles.
 
-A kernel visits the chunks of one head one after another and carries its states from chunk to chunk in VMEM. Arrays are
+A kernel visits the tiles of one head one after another and carries its states from tile to tile in VMEM. Arrays are
 [B, H, T, D] here, tokens along the sublanes and features along the lanes. Dimension letters as in `decays`.
 """
 
@@ -21,7 +21,7 @@ SIZES = (32, 64, 128)
 TILE = 2 * CHUNK
 """Tokens that a kernel works on at a time: two chunks, which fill the 128 lanes of a TPU's registers."""
 
-TILES_PER_STEP = 4
+TILES_PER_STEP = 8
 """At most so many tiles share a grid step, which costs about as much time as a tile."""
 
 _ROWS = 8
@@ -325,8 +325,8 @@ def write(walk: Walk, x: Any, tiles: list[Array]) -> None:
 
 def row_sums(x: Array) -> Array:
     """Sums over the lanes of [2 C, E], float32, as a row [1, 2 C]."""
-    ones = jnp.ones((_ROWS, x.shape[1]), jnp.float32)
-    return product(ones, x, (1, 1))[:1]
+    sums = jnp.sum(x, axis=1, keepdims=True)
+    return jnp.broadcast_to(sums, (TILE, _ROWS)).T[:1]
 
 
 def start(carried: Any, initial: Any) -> None:

@@ -23,7 +23,7 @@ Compiled with batch 8, 4096 tokens, 16 heads of queries, decays and states, and 
   XLA hands over arguments and that of the kernel, which fuse into the producers of a larger program.
 - flops: by XLA's cost analysis of the program, with the estimates that the kernels state.
 - bundles: instruction words of the kernel's final schedule, all kernels of the program added: one a cycle, each loop
-  body once. A body is one grid step, of at most 8 chunks of 64 tokens. Waiting for memory is not in it.
+  body once. A body is one grid step, here of 1024 tokens of one head. Waiting for memory is not in it.
 
 It shows that the kernels lower, compile and fit for these chips. No TPU was run: it shows nothing about values on a TPU
 (those are checked in the interpreter, on a CPU), about speed, or about races on the device."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmix_kernels import tpu_tiles
 from jaxmix_kernels.decays import CHUNK
 from jaxmix_kernels.linear_attention.tpu import decayed_attention
 from tests.kernels import reference, tpu_checks
@@ -27,10 +28,16 @@ CASES = {
     "decays of -80": {"decay": -80.0, "segments": False},
     "segments without decay": {"decay": None},
     "neither decay nor segments": {"decay": None, "segments": False},
-    "padded to two grid steps": {"tokens": 9 * CHUNK, "batch": 1, "heads": 2},
+    "padded to two grid steps": {"tokens": 5 * CHUNK, "batch": 1, "heads": 2},
     "one chunk": {"tokens": CHUNK, "key_size": 128, "value_size": 32},
     "bfloat16": {"dtype": jnp.bfloat16, "value_size": 128},
 }
+
+
+@pytest.fixture(autouse=True)
+def _short_steps(monkeypatch):
+    """Several grid steps for few tokens, so that they are interpreted fast."""
+    monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", 2)
 
 
 @functools.cache
@@ -73,7 +80,7 @@ def test_no_initial_state_is_a_state_of_zeros():
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_no_race_and_no_read_of_what_was_never_written(reverse):
     a, b, c, decays, initial, weights = reference.random_case(
-        batch=1, heads=2, b_heads=1, tokens=9 * CHUNK, key_size=32, value_size=32
+        batch=1, heads=2, b_heads=1, tokens=5 * CHUNK, key_size=32, value_size=32
     )
     expected = _run(reference.decayed_attention, a, b, c, decays, initial, weights=weights, reverse=reverse)
     with tpu_checks.races_forbidden() as interpret:
