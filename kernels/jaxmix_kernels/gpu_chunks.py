@@ -187,6 +187,12 @@ def masked(scores: Array, vectors: dict[str, Any], *, power: int = 1, reverse: b
     return scores * jnp.exp(jnp.where(seen, exponents, -jnp.inf))
 
 
+def pair_sums(x: Array) -> Array:
+    """Sums of the rows of x [C, C] without its diagonal: over the pairs of different tokens, [C]."""
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (CHUNK, CHUNK), layout=plgpu.Layout.WGMMA)
+    return jnp.sum(jnp.where(iota(0) == iota(1), 0.0, x), axis=1)
+
+
 def tile(ref: Any) -> Array:
     """A matrix of shared memory in registers."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
