@@ -99,7 +99,8 @@ class KernelChunks:
         if log_decay is None:
             assert run is not None
             zeros = jnp.zeros((run.shape[0], 1, *run.shape[1:]), self.dtype)
-            high = low = steps = zeros
+            high = low = zeros
+            steps = None
         else:
             scaled = log_decay.times(power)
             high, low, steps = (jnp.swapaxes(x, 1, 2) for x in (scaled.high, scaled.low, scaled.steps))
@@ -108,9 +109,9 @@ class KernelChunks:
         return ChunkDecays(
             high=high,
             low=low,
-            enter=jnp.broadcast_to(enter, steps.shape),
-            leave=jnp.broadcast_to(leave, steps.shape),
-            kept=jnp.broadcast_to(kept[..., 0], steps.shape[:-1]),
+            enter=jnp.broadcast_to(enter, high.shape),
+            leave=jnp.broadcast_to(leave, high.shape),
+            kept=jnp.broadcast_to(kept[..., 0], high.shape[:-1]),
             run=run,
             steps=steps,
         )

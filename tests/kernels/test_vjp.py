@@ -20,11 +20,12 @@ BATCH, EXACT = 2, 1e-11
 CASES = {
     # tokens; heads of q, k, v, decays, initial; D, E; heads that fill the device; segments; range of log decays
     "one chunk": (64, (2, 2, 2, 2, 2), (4, 5), 1, False, (1e-3, 1.0)),
+    "pieces backward only": (400, (2, 2, 1, 1, 2), (4, 5), 1, True, (1e-3, 1.0)),
     "ragged, segments, grouped heads": (130, (4, 2, 2, 2, 2), (4, 5), 1, True, (1e-3, 1.0)),
     "odd head counts, two sizes": (130, (4, 2, 1, 4, 1), (40, 5), 1, True, (1e-3, 1.0)),
     "eight pieces with segments": (1000, (4, 2, 2, 2, 2), (4, 5), 32, True, (1e-3, 0.1)),
     "eight pieces, long memory": (1000, (4, 2, 2, 4, 4), (4, 5), 32, False, (1e-4, 1e-2)),
-    "two pieces, strong decay": (500, (4, 1, 4, 2, 2), (4, 5), 16, True, (1e-4, 80.0)),
+    "strong decay, pieces forward and more backward": (1000, (4, 1, 4, 2, 2), (4, 5), 16, True, (1e-4, 80.0)),
     "two pieces without decay": (300, (2, 1, 1, 0, 1), (4, 5), 8, False, None),
 }
 
@@ -39,6 +40,7 @@ def _float64():
 def case(request, monkeypatch):
     """A random case: the arguments, the decays as a function of the log decays, starts of segments, and the target."""
     monkeypatch.setattr(pieces, "SHORTEST_PIECE", 2 * 64)
+    monkeypatch.setattr(pieces, "LONGEST_SUM", 5 * 64)
     tokens, heads, sizes, busy, segments, decay = request.param
     return draw(tokens, heads, sizes, busy, segments, decay)
 
@@ -145,12 +147,17 @@ def test_vmap_joins_the_batch():
 
 
 def test_sequences_are_split_only_as_far_as_it_pays():
-    assert choose_pieces(heads=132, length=1 << 20, programs=132) == 1
-    assert choose_pieces(heads=100, length=1 << 20, programs=132) == 2
-    assert choose_pieces(heads=16, length=32768, programs=132) == 16
-    assert choose_pieces(heads=16, length=4096, programs=132) == 4
-    assert choose_pieces(heads=1, length=2047, programs=132) == 1
-    assert choose_pieces(heads=1, length=32768, programs=1) == 1
+    for heads, length, programs, forward, backward in (
+        (132, 1 << 20, 132, 1, 1024),
+        (100, 1 << 20, 132, 2, 1024),
+        (16, 32768, 132, 16, 32),
+        (16, 4096, 132, 4, 4),
+        (1, 1024, 132, 1, 1),
+        (1, 2047, 132, 1, 2),
+        (1, 32768, 1, 1, 32),
+    ):
+        assert choose_pieces(heads, length, programs, sums=True) == (forward, backward)
+        assert choose_pieces(heads, length, programs, sums=False) == (forward, forward)
 
 
 def test_sizes_above_those_of_the_kernels_are_refused():

@@ -16,22 +16,31 @@ Array = jax.Array
 
 SHORTEST_PIECE = 16 * CHUNK
 """Fewest tokens of a piece: below, the first pass and the padding cost more than the cores they occupy."""
+LONGEST_SUM = 1024
+"""Most tokens over which the gradient of log decays sums what others leave behind, which collects their rounding."""
 SIZES = (32, 64, 128)
 """Key and value sizes that the kernels have; others are filled up with zeros."""
 
 
-def choose_pieces(heads: int, length: int, programs: int) -> int:
-    """Number of pieces P: the smallest power of two with P * heads >= programs, while pieces have >= 1024 tokens.
+def choose_pieces(heads: int, length: int, programs: int, *, sums: bool) -> tuple[int, int]:
+    """Number of pieces P of a forward pass and of a backward pass, a multiple of the former.
+
+    Forward it is the smallest power of two with P * heads >= programs, while pieces have >= 1024 tokens. Backward there
+    are more where the gradient of log decays is wanted, so that it never sums over more than 1024 tokens.
 
     Args:
         heads: heads of all sequences, B * H.
         length: tokens, T.
         programs: heads that keep the device busy.
+        sums: the gradient of log decays is wanted.
     """
-    pieces = 1
-    while pieces * heads < programs and length >= 2 * pieces * SHORTEST_PIECE:
-        pieces *= 2
-    return pieces
+    forward = 1
+    while forward * heads < programs and length >= 2 * forward * SHORTEST_PIECE:
+        forward *= 2
+    backward = forward
+    while sums and length > backward * LONGEST_SUM:
+        backward *= 2
+    return forward, backward
 
 
 def pad_sizes(x: Array, axes: tuple[int, ...], tokens: int | None = None) -> Array:
@@ -46,7 +55,7 @@ def pad_sizes(x: Array, axes: tuple[int, ...], tokens: int | None = None) -> Arr
 
 def pad_chunks(decays: ChunkDecays, pieces: int) -> ChunkDecays:
     """Decays with chunks behind the last one that change nothing, up to a multiple of `pieces`."""
-    missing = -decays.steps.shape[2] % pieces
+    missing = -decays.enter.shape[2] % pieces
     if not missing:
         return decays
 
@@ -54,9 +63,10 @@ def pad_chunks(decays: ChunkDecays, pieces: int) -> ChunkDecays:
         return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=value)
 
     return ChunkDecays(
-        **{name: fill(getattr(decays, name), 0) for name in ("high", "low", "steps")},
+        **{name: fill(getattr(decays, name), 0) for name in ("high", "low")},
         **{name: fill(getattr(decays, name), 1) for name in ("enter", "leave", "kept")},
         run=None if decays.run is None else fill(decays.run, 0, axis=1),
+        steps=None if decays.steps is None else fill(decays.steps, 0),
     )
 
 
@@ -79,8 +89,8 @@ def split_decays(decays: ChunkDecays | None, pieces: int) -> ChunkDecays | None:
         x = x.reshape(*x.shape[:2], pieces, -1, *x.shape[3:])
         return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:])
 
-    heads = {f.name: split(getattr(decays, f.name)) for f in dataclasses.fields(decays) if f.name != "run"}
-    return ChunkDecays(run=None if decays.run is None else split_tokens(decays.run, pieces), **heads)
+    by_head = jax.tree.map(split, dataclasses.replace(decays, run=None))
+    return dataclasses.replace(by_head, run=None if decays.run is None else split_tokens(decays.run, pieces))
 
 
 def last_piece(x: Array, pieces: int, *, reverse: bool = False) -> Array:

@@ -10,7 +10,14 @@ Array = jax.Array
 
 
 def steps_gradient(
-    decays: ChunkDecays, pieces: int, q_dots: Array, k_dots: Array, starts: Array, ends: Array, final: Array
+    decays: ChunkDecays,
+    steps: Array,
+    pieces: int,
+    q_dots: Array,
+    k_dots: Array,
+    starts: Array,
+    ends: Array,
+    final: Array,
 ) -> Array:
     """dg_r = sum over t >= r of one segment of (q_t . dq_t - k_t . dk_t), and <dX, X> at the end of the last one.
 
@@ -20,6 +27,7 @@ def steps_gradient(
 
     Args:
         decays: of the whole sequences, heads Hd, N chunks.
+        steps: log decay of each token, [B, Hd, N, C].
         pieces: number of pieces P of every sequence.
         q_dots: q_t . dq_t, [B P, H, T / P], float32.
         k_dots: k_t . dk_t, [B P, H, T / P], float32.
@@ -29,9 +37,9 @@ def steps_gradient(
         final: state at the end of the sequences [B, Hf, D, E].
 
     Returns:
-        The gradient of `decays.steps`, [B, Hd, N, C].
+        The gradient of `steps`, [B, Hd, N, C].
     """
-    batch, decay_heads, _, chunk = decays.steps.shape
+    batch, decay_heads, _, chunk = steps.shape
     heads = q_dots.shape[1]
     cut = split_decays(decays, pieces)
     assert cut is not None
@@ -64,9 +72,9 @@ def steps_gradient(
         begins = run != jnp.pad(run[..., :-1], ((0, 0), (0, 0), (1, 0)))
         d_steps = jnp.where(begins[:, None], 0, d_steps)
     d_steps = jnp.moveaxis(d_steps.reshape(batch, pieces, decay_heads, -1, chunk), 1, 2)
-    d_steps = d_steps.reshape(decays.steps.shape).astype(decays.steps.dtype)
+    d_steps = d_steps.reshape(steps.shape).astype(steps.dtype)
     # The gradient is a product with the decay of the step. Where that is below rounding, the sums hold nothing else.
-    return jnp.where(decays.steps < jnp.log(jnp.finfo(d_steps.dtype).eps), 0, d_steps)
+    return jnp.where(steps < jnp.log(jnp.finfo(d_steps.dtype).eps), 0, d_steps)
 
 
 def _sums_after(sums: Array, goes_on: Array | None, at_end: Array) -> Array:

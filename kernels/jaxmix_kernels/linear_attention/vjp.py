@@ -43,10 +43,11 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is fixed when a call is traced: the target, the number of pieces in time, whether outputs are wanted."""
+    """What is fixed when a call is traced: the target, numbers of pieces in time, whether outputs are wanted."""
 
     target: Target
     pieces: int
+    backward_pieces: int
     outputs: bool
 
 
@@ -94,12 +95,15 @@ def _call(
     if initial is None:
         initial = jnp.zeros((k.shape[0], 1, key_size, value_size), _state_dtype(v))
     heads = _state_heads(k, v, decays, initial) if q is None else q.shape[2]
-    pieces = choose_pieces(k.shape[0] * heads, length, target.programs)
-    q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), pieces * CHUNK), (q, k, v))
-    decays = None if decays is None else pad_chunks(decays, pieces)
-    plan = _Plan(target, pieces, q is not None)
-    steps = None if decays is None else decays.steps
-    out, final = _attend(plan, q, k, v, jax.lax.stop_gradient(decays), steps, pad_sizes(initial, (2, 3)))
+    sums = decays is not None and decays.steps is not None
+    pieces = choose_pieces(k.shape[0] * heads, length, target.programs, sums=sums)
+    q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), max(pieces) * CHUNK), (q, k, v))
+    steps = None
+    if decays is not None:
+        decays = pad_chunks(decays, max(pieces))
+        steps, decays = decays.steps, jax.lax.stop_gradient(dataclasses.replace(decays, steps=None))
+    plan = _Plan(target, *pieces, q is not None)
+    out, final = _attend(plan, q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
     return None if out is None else out[:, :length, :, :value_size], final[:, :, :key_size, :value_size]
 
 
@@ -107,69 +111,62 @@ def _call(
 def _attend(
     plan: _Plan, q: Array | None, k: Array, v: Array, decays: ChunkDecays | None, steps: Array | None, initial: Array
 ) -> tuple[Array | None, Array]:
-    """On whole pieces of chunks and sizes that the kernels have; `steps` are those of `decays`, differentiable."""
+    """On whole pieces of chunks and sizes that the kernels have; `steps` are those that `decays` comes from."""
     return _forward(plan, q, k, v, decays, steps, initial)[0]
 
 
 def _forward(
     plan: _Plan, q: Array | None, k: Array, v: Array, decays: ChunkDecays | None, steps: Array | None, initial: Array
 ) -> tuple[Any, Any]:
-    del steps
     heads = _state_heads(k, v, decays, initial) if q is None else q.shape[2]
     qs, ks, vs = jax.tree.map(lambda x: split_tokens(x, plan.pieces), (q, k, v))
     cut = split_decays(decays, plan.pieces)
     if q is None:
         ks = _repeat(ks, heads)
-    starts = initial
-    if plan.pieces > 1:
-        added = _run(plan.target, None, _repeat(ks, heads), vs, cut, None, outputs=False).final
-        starts = starts_of_pieces(decays, added, initial, plan.pieces)
+    starts = _starts(plan.target, ks, vs, decays, initial, heads, plan.pieces)
     result = _run(plan.target, qs, ks, vs, cut, starts, outputs=plan.outputs)
     final = last_piece(result.final, plan.pieces)[:, :: heads // _state_heads(k, v, decays, initial)]
-    return (jax.tree.map(lambda x: join_pieces(x, plan.pieces), result.out), final), (
-        q,
-        k,
-        v,
-        decays,
-        initial,
-        starts,
-        final,
-    )
+    out = None if result.out is None else join_pieces(result.out, plan.pieces)
+    return (out, final), (q, k, v, decays, steps, initial, starts, final)
 
 
 def _backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, decays, initial, starts, final = residuals
+    q, k, v, decays, steps, initial, starts, final = residuals
     d_out, d_final = cotangents
     if q is None:
         shape = (*k.shape[:2], final.shape[1])
         q, d_out = jnp.zeros((*shape, k.shape[3]), k.dtype), jnp.zeros((*shape, v.shape[3]), v.dtype)
     heads = q.shape[2]
-    qs, ks, vs, ds = (split_tokens(x, plan.pieces) for x in (q, k, v, d_out.astype(v.dtype)))
-    cut = split_decays(decays, plan.pieces)
+    pieces = plan.backward_pieces
+    qs, ks, vs, ds = (split_tokens(x, pieces) for x in (q, k, v, d_out.astype(v.dtype)))
+    cut = split_decays(decays, pieces)
+    if pieces != plan.pieces:
+        starts = _starts(plan.target, ks, vs, decays, initial, heads, pieces)
     # Heads that share a final state share its gradient, so that their sum is whole.
     ends = d_final.astype(final.dtype) / (heads // final.shape[1])
-    if plan.pieces > 1:
+    if pieces > 1:
         added = _run(plan.target, None, qs, ds, cut, None, reverse=True, outputs=False).final
-        ends = starts_of_pieces(decays, added, ends, plan.pieces, reverse=True)
-    by_query = _run(plan.target, ds, vs, ks, cut, starts.mT, weights=None if decays is None else qs)
-    weights = None if decays is None else ks
-    by_key = _run(plan.target, _repeat(vs, heads), ds, qs, cut, ends.mT, weights=weights, reverse=True)
+        ends = starts_of_pieces(decays, added, ends, pieces, reverse=True)
+    q_weights, k_weights = (None, None) if steps is None else (qs, ks)
+    by_query = _run(plan.target, ds, vs, ks, cut, starts.mT, weights=q_weights)
+    by_key = _run(plan.target, _repeat(vs, heads), ds, qs, cut, ends.mT, weights=k_weights, reverse=True)
     by_value = _run(plan.target, _repeat(ks, heads), qs, ds, cut, ends, reverse=True)
     assert by_query.out is not None
     assert by_key.out is not None
     assert by_value.out is not None
     d_steps = None
-    if decays is not None:
+    if steps is not None:
+        assert decays is not None
         assert by_query.dots is not None
         assert by_key.dots is not None
-        d_steps = steps_gradient(decays, plan.pieces, by_query.dots, by_key.dots, starts, ends, final)
+        d_steps = steps_gradient(decays, steps, pieces, by_query.dots, by_key.dots, starts, ends, final)
     return (
-        join_pieces(by_query.out, plan.pieces) if plan.outputs else None,
-        _sum_heads(join_pieces(by_key.out, plan.pieces), 2, k.shape[2]),
-        _sum_heads(join_pieces(by_value.out, plan.pieces), 2, v.shape[2]),
+        join_pieces(by_query.out, pieces) if plan.outputs else None,
+        _sum_heads(join_pieces(by_key.out, pieces), 2, k.shape[2]),
+        _sum_heads(join_pieces(by_value.out, pieces), 2, v.shape[2]),
         None,
         d_steps,
-        _sum_heads(last_piece(by_value.final, plan.pieces, reverse=True), 1, initial.shape[1]),
+        _sum_heads(last_piece(by_value.final, pieces, reverse=True), 1, initial.shape[1]),
     )
 
 
@@ -211,8 +208,19 @@ def _run(
     return call(a, b, c, decays, initial, weights)
 
 
+def _starts(
+    target: Target, k: Array, v: Array, decays: ChunkDecays | None, initial: Array, heads: int, pieces: int
+) -> Array:
+    """The state at the start of every piece of k and v, which are split already."""
+    if pieces == 1:
+        return initial
+    cut = split_decays(decays, pieces)
+    added = _run(target, None, _repeat(k, heads), v, cut, None, outputs=False).final
+    return starts_of_pieces(decays, added, initial, pieces)
+
+
 def _state_heads(k: Array, v: Array, decays: ChunkDecays | None, initial: Array) -> int:
-    return max(k.shape[2], v.shape[2], initial.shape[1], 1 if decays is None else decays.steps.shape[1])
+    return max(k.shape[2], v.shape[2], initial.shape[1], 1 if decays is None else decays.enter.shape[1])
 
 
 def _state_dtype(x: Array) -> Any:
