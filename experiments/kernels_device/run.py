@@ -9,6 +9,7 @@ Times are device times of chained calls inside one compiled loop, median of 20 r
 
 import argparse
 import dataclasses
+import functools
 import time
 import traceback
 from typing import Any
@@ -19,11 +20,12 @@ import numpy as np
 from jax import lax
 
 from jaxmix_kernels.ahla import gpu as ahla
-from jaxmix_kernels.decays import ChunkDecays
+from jaxmix_kernels.decays import CHUNK, ChunkDecays
 from jaxmix_kernels.gpu_chain import Link, chain_forward
 from jaxmix_kernels.hla2 import gpu as hla2
 from jaxmix_kernels.hla3 import gpu as hla3
 from jaxmix_kernels.linear_attention import gpu
+from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
 from jaxmix_kernels.linear_attention.vjp import linear_attention
 from jaxmix_kernels.target import Target
 from tests.kernels import reference
@@ -56,6 +58,11 @@ CHAINS: dict[str, tuple[Any, tuple[Link, ...], dict]] = {
     "hla3 D 64": (hla3.hla3_forward, hla3.LINKS, {"key_size": 64}),
 }
 """Fused kernels, their links, and options of the random arguments."""
+
+GRADIENTS: dict[str, dict] = {
+    "gradients D 64": {"tokens": 1024, "key_size": 64, "segments": False},
+    "gradients D 128, E 128": {"tokens": 1024, "key_size": 128, "value_size": 128, "segments": False},
+}
 
 
 def ratio(actual, expected) -> float:
@@ -116,6 +123,49 @@ def check_chain(name: str) -> bool:
     return report(name, errors, start)
 
 
+def check_backward(name: str) -> bool:
+    """The same for the kernel of the gradients, against autodiff of the reference in float32."""
+    start = time.perf_counter()
+    q, k, v, _, initial, d_out = reference.random_case(decay="weak", dtype=jnp.bfloat16, **GRADIENTS[name])
+    steps = -0.02 * jax.random.uniform(jax.random.key(0), (*initial.shape[:2], q.shape[1] // CHUNK, CHUNK))
+    d_final = jax.random.normal(jax.random.key(1), initial.shape)
+
+    @jax.jit
+    def fused(q, k, v, d_out, steps, initial, d_final):
+        decays = decays_of(steps)
+        states = gpu.decayed_attention(q, k, v, decays, initial, states=True).states
+        return decayed_attention_backward(q, k, v, d_out, decays, states, d_final)
+
+    @jax.jit
+    def autodiff(q, k, v, d_out, steps, initial, d_final):
+        def attend(q, k, v, initial, steps):
+            result = reference.decayed_attention(q, k, v, decays_of(steps), initial)
+            return result.out, result.final
+
+        arrays = *(x.astype(jnp.float32) for x in (q, k, v)), initial, steps
+        return jax.vjp(attend, *arrays)[1]((d_out.astype(jnp.float32), d_final))
+
+    arrays = q, k, v, d_out, steps, initial, d_final
+    actual, expected = fused(*arrays), autodiff(*arrays)
+    errors = {field: ratio(x, y) for field, x, y in zip(actual._fields, actual, expected, strict=True)}
+    return report(name, errors, start)
+
+
+def decays_of(steps: jax.Array) -> ChunkDecays:
+    """Decays of log decays [B, Hd, N, C], without segments."""
+    sums = jnp.cumsum(steps, axis=-1)
+    ends = sums[..., -1:]
+    return ChunkDecays(
+        high=sums,
+        low=jnp.zeros_like(sums),
+        enter=jnp.exp(sums),
+        leave=jnp.exp(ends - sums),
+        kept=jnp.exp(ends[..., 0]),
+        run=None,
+        steps=steps,
+    )
+
+
 def to_power(decays: ChunkDecays | None, power: int) -> ChunkDecays | None:
     if decays is None or power == 1:
         return decays
@@ -135,12 +185,12 @@ def device_time(function, sets, calls: int) -> float:
     """Milliseconds of one call of function(*set), which takes its inputs from the sets in turn.
 
     The loop carries the results of all sets and returns them, so that no call is dead; the barrier makes every call
-    depend on the one before, so that none leaves the loop.
+    depend on the one before, so that none leaves the loop. Results are donated, so that nothing is copied.
     """
     function = jax.jit(function)
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *sets[0]))
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=1)
     def loop(sets, results):
         def body(_, results):
             last, results = results[-1], []
@@ -152,13 +202,13 @@ def device_time(function, sets, calls: int) -> float:
 
         return lax.fori_loop(0, calls // len(sets), body, results)
 
-    results = [empty] * len(sets)
+    results = [jax.tree.map(jnp.copy, empty) for _ in sets]
     for _ in range(2):
-        jax.block_until_ready(loop(sets, results))
+        results = jax.block_until_ready(loop(sets, results))
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        jax.block_until_ready(loop(sets, results))
+        results = jax.block_until_ready(loop(sets, results))
         times.append((time.perf_counter() - start) * 1e3 / (calls // len(sets) * len(sets)))
     return float(np.median(times))
 
@@ -175,18 +225,7 @@ def inputs(shape: tuple[int, int, int, int], seed: int):
     keys = jax.random.split(jax.random.key(seed), 4)
     q, k, v = ((jax.random.normal(key, shape) / size**0.5).astype(jnp.bfloat16) for key in keys[:3])
     steps = -0.02 * jax.random.uniform(keys[3], (batch, heads, tokens // 64, 64))
-    sums = jnp.cumsum(steps, axis=-1)
-    ends = sums[..., -1:]
-    decays = ChunkDecays(
-        high=sums,
-        low=jnp.zeros_like(sums),
-        enter=jnp.exp(sums),
-        leave=jnp.exp(ends - sums),
-        kept=jnp.exp(ends[..., 0]),
-        run=None,
-        steps=steps,
-    )
-    return q, k, v, decays
+    return q, k, v, decays_of(steps)
 
 
 def attend(q, k, v, decays, **options):
@@ -203,6 +242,9 @@ def rivals(shape: tuple[int, int, int, int]):
     yield "linear attention, no decay", lambda q, k, v, d: attend(q, k, v, None), 40
     yield "linear attention, decay", attend, 40
     yield "  reverse, dots", lambda q, k, v, d: attend(q, k, v, d, weights=v, reverse=True), 40
+    yield "  with states", lambda q, k, v, d: attend(q, k, v, d, states=True), 40
+    yield "  all gradients", gradients, 40
+    yield "  all gradients, no decay", lambda q, k, v, d, x: gradients(q, k, v, None, x), 40
     yield "  chain of one, no decay", lambda q, k, v, d: chain_forward(ONE, q, k, v, None, (None,)), 40
     yield "  chain of one, decay", lambda q, k, v, d: chain_forward(ONE, q, k, v, d, (None,)), 40
     yield "hla2, no decay", lambda q, k, v, d: hla2.hla2_forward(q, k, v, None, None, None, None), 40
@@ -210,6 +252,10 @@ def rivals(shape: tuple[int, int, int, int]):
     yield "ahla, decay", lambda q, k, v, d: ahla.ahla_forward(q, k, v, d, None, None), 40
     if size == 64:
         yield "hla3, decay", lambda q, k, v, d: hla3.hla3_forward(q, k, v, d, d, None, None, None), 40
+
+
+def gradients(q, k, v, decays, states):
+    return decayed_attention_backward(q, k, v, v, decays, states, None)
 
 
 def split(q, k, v, decays):
@@ -232,7 +278,8 @@ def measure(match: str, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
             if match not in name:
                 continue
             try:
-                spent = device_time(function, sets, calls)
+                given = [(*x, attend(*x, states=True).states) for x in sets] if "gradients" in name else sets
+                spent = device_time(function, given, calls)
                 print(f"  {name:40s} {spent:.3f} ms, {floor / spent:4.0%} of the copy speed", flush=True)
             except Exception as error:
                 print(f"  {name:40s} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
@@ -247,11 +294,11 @@ def main() -> None:
     print(jax.__version__, jax.devices(), flush=True)
     bad = []
     if options.only != "time":
-        for name in (*CASES, *CHAINS):
+        for name in (*CASES, *CHAINS, *GRADIENTS):
             if options.match not in name:
                 continue
             try:
-                good = check(name) if name in CASES else check_chain(name)
+                good = (check if name in CASES else check_chain if name in CHAINS else check_backward)(name)
             except Exception:
                 good = False
                 print(f"BAD  {name}\n{traceback.format_exc(limit=-4)[-1500:]}", flush=True)
