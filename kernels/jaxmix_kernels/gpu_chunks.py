@@ -78,6 +78,19 @@ class Products:
         """left @ right, float32; operands are in shared memory, `left` possibly in registers."""
         return self._scoped(shape, self._operand(left), right)
 
+    def together(self, *factors: tuple[tuple[int, int], Any, Any]) -> list[Array]:
+        """`new` of several products, which run side by side on a device: for each its shape, left and right."""
+        if self.scratch is not None:
+            return [self.new(*each) for each in factors]
+
+        def products(*accumulators: Any) -> list[Array]:
+            for accumulator, (_, left, right) in zip(accumulators, factors, strict=True):
+                plgpu.wgmma(accumulator, left, right)
+            plgpu.wgmma_wait(0)
+            return [accumulator[...] for accumulator in accumulators]
+
+        return pl.run_scoped(products, *(_Accumulator(shape, jnp.float32) for shape, _, _ in factors))
+
     def add(self, total: Array, left: Any, right: Any) -> Array:
         """total + left @ right."""
         left = self._operand(left)
@@ -175,16 +188,24 @@ def attend_chunk(
 
 def masked(scores: Array, vectors: dict[str, Any], *, power: int = 1, reverse: bool = False) -> Array:
     """M^power * scores, [C, C]; M from `high`, `low` and `run` of the chunk, or causal without them."""
+    return masked_together([scores], vectors, power=power, reverse=reverse)[0]
+
+
+def masked_together(
+    several: list[Array], vectors: dict[str, Any], *, power: int = 1, reverse: bool = False
+) -> list[Array]:
+    """`masked` of several arrays, with decays that are computed once."""
     iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (CHUNK, CHUNK), layout=plgpu.Layout.WGMMA)
     seen = iota(0) <= iota(1) if reverse else iota(0) >= iota(1)
     if "high" not in vectors:
-        return jnp.where(seen, scores, 0.0)
+        return [jnp.where(seen, x, 0.0) for x in several]
     exponents = rows(vectors["high"]) - columns(vectors["high"])
     exponents = exponents + (rows(vectors["low"]) - columns(vectors["low"]))
     exponents = exponents * (-float(power) if reverse else float(power))
     if "run" in vectors:
         seen = seen & (rows(vectors["run"]) == columns(vectors["run"]))
-    return scores * jnp.exp(jnp.where(seen, exponents, -jnp.inf))
+    decays = jnp.exp(jnp.where(seen, exponents, -jnp.inf))
+    return [x * decays for x in several]
 
 
 def pair_sums(x: Array) -> Array:

@@ -37,6 +37,7 @@ from jaxmix_kernels.gpu_chunks import (
     interpreter,
     layout_of_tiles,
     masked,
+    masked_together,
     pair_sums,
     refuse,
     rows,
@@ -395,11 +396,15 @@ class _Program:
         def _(n: Any) -> None:
             tiles = self.take(warpgroup, n)
             vectors = {name: tiles[name] for name in plan.vectors}
-            weights = masked(products.new(square, tiles["d_out"], tiles["v"].transpose((1, 0))), vectors)
+            pair = square, tiles["d_out"], tiles["v"].transpose((1, 0))
             values, pairs = {}, None
             if vectors:
-                scores = products.new(square, tiles["q"], tiles["k"].transpose((1, 0)))
+                same = square, tiles["q"], tiles["k"].transpose((1, 0))
+                weights, scores = products.together(pair, same)
+                weights = masked(weights, vectors)
                 pairs = pair_sums(weights * scores)
+            else:
+                weights = masked(products.new(*pair), vectors)
             weights = weights.astype(self.dtype)
             dq = products.new(wide, tiles["d_out"], tiles["x"].transpose((1, 0)))
             if pairs is not None:
@@ -422,14 +427,14 @@ class _Program:
             tiles = self.take(warpgroup, n)
             vectors = {name: tiles[name] for name in plan.vectors}
             values = {}
-            scores = products.new(square, tiles["k"], tiles["q"].transpose((1, 0)))
-            d_weights = masked(
-                products.new(square, tiles["v"], tiles["d_out"].transpose((1, 0))), vectors, reverse=True
+            scores, d_weights = products.together(
+                (square, tiles["k"], tiles["q"].transpose((1, 0))),
+                (square, tiles["v"], tiles["d_out"].transpose((1, 0))),
             )
+            weights, d_weights = masked_together([scores, d_weights], vectors, reverse=True)
             if vectors:
                 values["falls"] = pair_sums(d_weights * scores)
-            scores = masked(scores, vectors, reverse=True).astype(self.dtype)
-            d_weights = d_weights.astype(self.dtype)
+            weights, d_weights = weights.astype(self.dtype), d_weights.astype(self.dtype)
             dk = products.new(wide, tiles["v"], tiles["dx"].transpose((1, 0)))
             if vectors:
                 dk = dk * rows(tiles["leave"], plan.key_size)
@@ -438,7 +443,7 @@ class _Program:
             dv = products.new(narrow, tiles["k"], tiles["dx"])
             if vectors:
                 dv = dv * rows(tiles["leave"], plan.columns)
-            values["dv"] = products.add(dv, scores, tiles["d_out"])
+            values["dv"] = products.add(dv, weights, tiles["d_out"])
             self.release(warpgroup, n)
             self.deliver(n, values)
 
