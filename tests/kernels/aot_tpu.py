@@ -3,9 +3,12 @@
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +27,8 @@ Compiled with batch 8, 4096 tokens, 16 heads of queries, decays and states, and 
 - flops: by XLA's cost analysis of the program, with the estimates that the kernels state.
 - bundles: instruction words of the kernel's final schedule, all kernels of the program added: one a cycle, each loop
   body once. A body is one grid step, here of 1024 tokens of one head. Waiting for memory is not in it.
+
+`linear_attention, gradient` is the whole program of a gradient, of which kernels are a part.
 
 It shows that the kernels lower, compile and fit for these chips. No TPU was run: it shows nothing about values on a TPU
 (those are checked in the interpreter, on a CPU), about speed, or about races on the device."""
@@ -52,18 +57,18 @@ def cases():
     def backward(a, b, c, decays, initial, weights):
         return tpu.decayed_attention(a, b, c, decays, initial, weights=weights, reverse=True)
 
-    for dtype, sizes in ((jnp.bfloat16, (64, 128)), (jnp.float32, (128,))):
-        for size in sizes:
-            shapes = {"batch": 8, "tokens": 4096, "heads": 16, "key_size": size, "value_size": size, "dtype": dtype}
-            shapes |= {"b_heads": 4, "c_heads": 4}
-            *case, weights = jax.eval_shape(functools.partial(reference.random_case, **shapes))
-            yield "decayed_attention", dtype, size, tpu.decayed_attention, case
-            yield "decayed_attention, reverse", dtype, size, backward, (*case, weights)
-            yield "linear_attention, gradient", dtype, size, gradient, case
-            *tensors, decays, initial = case
-            yield "hla2_forward", dtype, size, hla2_forward, (*tensors, decays, decays, initial, initial)
-            yield "ahla_forward", dtype, size, ahla_forward, (*tensors, decays, initial, initial)
-            yield "hla3_forward", dtype, size, hla3_forward, (*tensors, decays, decays, initial, initial, initial)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        size = 128
+        shapes = {"batch": 8, "tokens": 4096, "heads": 16, "key_size": size, "value_size": size, "dtype": dtype}
+        shapes |= {"b_heads": 4, "c_heads": 4}
+        *case, weights = jax.eval_shape(functools.partial(reference.random_case, **shapes))
+        *tensors, decays, initial = case
+        yield "decayed_attention", dtype, size, tpu.decayed_attention, case
+        yield "decayed_attention, reverse", dtype, size, backward, (*case, weights)
+        yield "hla2_forward", dtype, size, hla2_forward, (*tensors, decays, decays, initial, initial)
+        yield "ahla_forward", dtype, size, ahla_forward, (*tensors, decays, initial, initial)
+        yield "hla3_forward", dtype, size, hla3_forward, (*tensors, decays, decays, initial, initial, initial)
+    yield "linear_attention, gradient", dtype, size, gradient, case
 
 
 def compile_for(device, function, arguments):
@@ -96,16 +101,11 @@ def bundles(program, folder: Path) -> int:
     return total
 
 
-def main() -> None:
-    """Prints the table in Markdown."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu")]
-    print("Command: `make tpu-compile`\n")
-    print(f"python {platform.python_version()}, {', '.join(versions)}, date {datetime.date.today()}\n")
-    print(LEGEND, end="\n\n")
-    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
+def compile_all(first: int) -> None:
+    """Prints the rows of the table from the given one on."""
     with tempfile.TemporaryDirectory() as folder:
         flags = (f"dump_to={folder}", "dump_llo_text=true", "dump_llo_pass_label_regex=.*final_bundles.*")
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_{flag}" for flag in flags)
         from jax.experimental import topologies
 
@@ -113,23 +113,48 @@ def main() -> None:
             chip: topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
             for chip, name in TOPOLOGIES.items()
         }
-        for name, dtype, size, function, arguments in cases():
-            for chip, device in chips.items():
-                program, seconds = compile_for(device, function, arguments)
-                flops = int(program.cost_analysis()["flops"])
-                temp = program.memory_analysis().temp_size_in_bytes
-                row = (
-                    name,
-                    dtype.__name__,
-                    f"{size}, {size}",
-                    chip,
-                    f"{seconds:.1f}",
-                    vmem_bytes(program),
-                    temp,
-                    flops,
-                )
-                print("| " + " | ".join(map(str, (*row, bundles(program, Path(folder))))) + " |", flush=True)
+        rows = itertools.product(cases(), chips.items())
+        for (name, dtype, size, function, arguments), (chip, device) in itertools.islice(rows, first, None):
+            print(f"| {name} | {dtype.__name__} | {size}, {size} | {chip} | ", end="", flush=True)
+            program, seconds = compile_for(device, function, arguments)
+            flops = int(program.cost_analysis()["flops"])
+            temp = program.memory_analysis().temp_size_in_bytes
+            row = (f"{seconds:.1f}", vmem_bytes(program), temp, flops, bundles(program, Path(folder)))
+            print(" | ".join(map(str, row)) + " |", flush=True)
+
+
+def main() -> int:
+    """Prints the table in Markdown; returns the number of rows at which the compiler aborted."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu")]
+    print("Command: `make tpu-compile`\n")
+    print(f"python {platform.python_version()}, {', '.join(versions)}, date {datetime.date.today()}\n")
+    print(LEGEND, end="\n\n")
+    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER), flush=True)
+    done = aborted = 0
+    while True:
+        # A failed check inside the compiler ends its process, so that rows are compiled in one that may be replaced.
+        command = [sys.executable, "-m", "tests.kernels.aot_tpu", str(done)]
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+        ):
+            assert child.stdout is not None
+            before = done
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                done += 1
+            if child.wait() == 0:
+                return aborted
+            errors.seek(0)
+            if done == before:
+                raise RuntimeError(errors.read())
+            reasons = re.findall(r"Check failed: [^%\n]*%\S+ = \S+|\w*Error: .*", errors.read()) or ["no reason given"]
+        print(f"aborted: {reasons[-1].replace('|', ' ')} | | | | |", flush=True)
+        aborted += 1
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        compile_all(int(sys.argv[1]))
+    else:
+        sys.exit(main())
