@@ -43,8 +43,7 @@ class TokenMixer(MixerLayer):
         config, shared["dtype"] = self.config, self.dtype
         sizes = (self.key_size, self.key_size, self.value_size)
         channels = [heads * size for heads, size in zip(config.stream_heads, sizes, strict=True)]
-        inward = {"std": init_std, "axes": ("embed", "heads"), **shared}
-        self.query, self.key, self.value = (projection(d_model, size, **inward) for size in channels)
+        self.query, self.key, self.value = (projection(d_model, size, std=init_std, **shared) for size in channels)
         convolution = {"param_dtype": param_dtype, "axis": "heads", "bias": self.convolution_bias}
         self.convolutions = nnx.List(
             ShortConvolution(size, config.conv_width, rngs=rngs, **convolution)

@@ -61,9 +61,7 @@ class DataDecay(nnx.Module):
         dtype: Dtype = jnp.float32,
     ):
         self.rate = HeadDecay(heads, time_scales, dtype=dtype)
-        self.projection = projection(
-            d_model, heads, std=init_std, axes=("embed", "heads"), dtype=dtype, param_dtype=dtype, rngs=rngs
-        )
+        self.projection = projection(d_model, heads, std=init_std, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.bias = nnx.Param(jnp.full((heads,), math.log(math.e - 1), dtype), **partitioned("heads"))
 
     def __call__(self, x: Array) -> Array:
@@ -106,9 +104,7 @@ class StepSize(nnx.Module):
         low, high = math.log(1e-3), math.log(1e-1)
         step = jnp.exp(jax.random.uniform(rngs.params(), (heads,), dtype, low, high))
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)), **partitioned("heads"))
-        self.projection = projection(
-            d_model, heads, std=init_std, axes=("embed", "heads"), dtype=dtype, param_dtype=dtype, rngs=rngs
-        )
+        self.projection = projection(d_model, heads, std=init_std, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         """The step sizes [B, T, H] of the layer's input [B, T, d]."""

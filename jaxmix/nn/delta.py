@@ -88,8 +88,7 @@ class DeltaNet(TokenMixer):
     def __init__(self, d_model: int, config: Any = None, *, rngs: nnx.Rngs, init_std: float = 0.02, **arguments: Any):
         super().__init__(d_model, config, rngs=rngs, init_std=init_std, **arguments)
         dtype = self.state_dtype
-        gate = {"std": init_std, "axes": ("embed", "heads"), "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        self.beta = projection(d_model, self.config.heads, **gate)
+        self.beta = projection(d_model, self.config.heads, std=init_std, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
     def mix(self, streams: tuple[Array, ...], x: Array, segment_ids: Array | None, state: Any) -> tuple[Array, Any]:
         """Runs the delta rule over every segment."""

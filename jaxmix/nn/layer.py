@@ -77,8 +77,7 @@ class MixerLayer(nnx.Module):
         self.key_size, self.value_size = config.head_sizes(d_model)
         shared = {"dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
         outputs = config.heads * self.output_size
-        inward = {"std": init_std, "axes": ("embed", "heads"), **shared}
-        self.gate = projection(d_model, outputs, **inward) if config.gate else None
+        self.gate = projection(d_model, outputs, std=init_std, **shared) if config.gate else None
         out_init_std = init_std if out_init_std is None else out_init_std
         self.out = projection(outputs, d_model, std=out_init_std, axes=("heads", "embed"), **shared)
         norm = {"eps": config.norm_eps, "dtype": self.dtype, "param_dtype": param_dtype}

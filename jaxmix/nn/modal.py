@@ -141,7 +141,7 @@ class ModalLayer(MixerLayer):
         if self.has_queries:
             sizes = {"query": config.heads * self.key_size} | sizes
         for name, size in sizes.items():
-            setattr(self, name, projection(d_model, size, std=init_std, axes=("embed", "heads"), **shared))
+            setattr(self, name, projection(d_model, size, std=init_std, **shared))
         self.names = tuple(sizes)
         self.convolved = tuple(n for n in sizes if config.conv_width and (n != "value" or config.streams == "single"))
         self.convolutions = nnx.List(

@@ -148,7 +148,7 @@ class NAtSL(TokenMixer):
         config, wide = self.config, self.state_dtype
         heads, softmax_heads = config.heads, config.heads * config.group
         self.softmax_key_size, self.softmax_value_size = self.key_size // config.group, self.value_size // config.group
-        gates: dict[str, Any] = {"std": init_std, "axes": ("embed", "heads"), "dtype": wide, "rngs": rngs}
+        gates: dict[str, Any] = {"std": init_std, "dtype": wide, "rngs": rngs}
         self.router = projection(d_model, 2 * heads, param_dtype=wide, **gates)
         fused = {"queries": heads * self.key_size, "input": d_model, None: 0}[config.fusion]
         self.fusion = projection(fused, 2 * softmax_heads, param_dtype=param_dtype, **gates) if fused else None

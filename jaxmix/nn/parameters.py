@@ -49,12 +49,12 @@ def projection(
     outputs: int,
     *,
     std: float,
-    axes: tuple[str | None, str | None],
+    axes: tuple[str | None, str | None] = ("embed", "heads"),
     dtype: Dtype,
     param_dtype: Dtype,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """A linear map without bias, kernel [inputs, outputs] from N(0, std^2)."""
+    """A linear map without bias, kernel [inputs, outputs] from N(0, std^2) with logical `axes`."""
     return nnx.Linear(
         inputs,
         outputs,
