@@ -34,6 +34,7 @@ from jaxmix_kernels.gpu_chunks import (
     refuse,
     split_index,
 )
+from jaxmix_kernels.gpu_rings import Rings
 
 Array = jax.Array
 
@@ -242,40 +243,28 @@ def _program(plan: _Plan, ref: dict[str, Any]) -> None:
 
 
 def _copy(plan: _Plan, ref: dict[str, Any], batch: Any, head: Any, block: Any) -> None:
-    """Copies chunk after chunk of the inputs into their rings, as far ahead as these have room."""
+    """Copies chunk after chunk of the inputs into their rings."""
 
     def of_head(name: str, axis: int) -> Any:
         return group_of_head(head, plan.heads, ref[name].shape[axis])
 
-    @pl.loop(0, ref["q"].shape[1] // CHUNK)
-    def _(n: Any) -> None:
+    def sources(n: Any) -> dict[str, dict[str, Any]]:
         tokens = pl.ds(n * CHUNK, CHUNK)
-        sources = {"q": {"q": ref["q"].at[batch, tokens, head]}}
+        found = {"q": {"q": ref["q"].at[batch, tokens, head]}}
         for name in _VECTORS:
             if name in ref:
                 source = ref[name].at[batch, n] if name == "run" else ref[name].at[batch, of_head(name, 1), n]
-                sources["q"][name] = source
-        sources["k"] = {"k": ref["k"].at[batch, tokens, of_head("k", 2)]}
+                found["q"][name] = source
+        found["k"] = {"k": ref["k"].at[batch, tokens, of_head("k", 2)]}
         value_columns = pl.ds(block * plan.columns, plan.columns)
-        sources["v"] = {"v": ref["v"].at[batch, tokens, of_head("v", 2), value_columns]}
-        for group, members in sources.items():
-            slot = lax.rem(n, jnp.int32(plan.slots(group)))
+        found["v"] = {"v": ref["v"].at[batch, tokens, of_head("v", 2), value_columns]}
+        return found
 
-            @pl.when(n >= plan.slots(group))
-            def _(group: str = group, slot: Any = slot) -> None:
-                plgpu.barrier_wait(ref[f"empty {group}"].at[slot])
-
-            for name, source in members.items():
-                plgpu.copy_gmem_to_smem(source, ref[f"tile {name}"].at[slot], ref[f"full {group}"].at[slot])
-
-    for group in ("q", "k", "v"):
-        _drain(plan, ref, group)
+    _rings(plan, ref).fill(("q", "k", "v"), sources)
 
 
-def _drain(plan: _Plan, ref: dict[str, Any], group: str) -> None:
-    """Waits until every tile that was written to a ring has been read."""
-    for slot in range(min(plan.slots(group), ref["q"].shape[1] // CHUNK)):
-        plgpu.barrier_wait(ref[f"empty {group}"].at[slot])
+def _rings(plan: _Plan, ref: dict[str, Any]) -> Rings:
+    return Rings(ref, plan.slots, ref["q"].shape[1] // CHUNK)
 
 
 def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: Any, block: Any) -> None:
@@ -287,20 +276,22 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
     products = Products(ref.get(f"scores {worker.number}"))
     rounded, dtype = ref[f"state {worker.number}"], ref["q"].dtype
 
+    rings = _rings(plan, ref)
+    vectors = tuple(name for name in _VECTORS if name in ref)
+    read = {group: ("q", *vectors) if group == "q" else (group,) for group in worker.groups}
+
     def step(n: Any, state: Array) -> Array:
-        slots = {group: lax.rem(n, jnp.int32(plan.slots(group))) for group in (*worker.groups, link.result)}
         kept = None
         if "kept" in ref:
             kept = ref["kept"][batch, group_of_head(head, plan.heads, ref["kept"].shape[1]), n]
-        for group in worker.groups:
-            plgpu.barrier_wait(ref[f"full {group}"].at[slots[group]])
+        tiles = rings.take(read, n)
         out, state = attend_chunk(
             products,
-            ref["tile q"].at[slots["q"]],
-            ref[f"tile {link.keys}"].at[slots[link.keys]],
-            ref[f"tile {link.values}"].at[slots[link.values], :, own],
+            tiles["q"],
+            tiles[link.keys],
+            tiles[link.values].at[:, own],
             state,
-            {name: ref[f"tile {name}"].at[slots["q"]] for name in _VECTORS if name in ref},
+            {name: tiles[name] for name in vectors},
             kept,
             rounded_state=rounded,
             scaled=ref.get(f"scaled {worker.number}"),
@@ -308,24 +299,20 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
             overlap=plan.overlap,
         )
         assert out is not None
-        for group in worker.groups:
-            plgpu.barrier_arrive(ref[f"empty {group}"].at[slots[group]])
+        rings.release(read, n)
         rounded[...] = state.astype(dtype)
         if link.result == "out":
             plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
-            ref["tile out"].at[slots["out"]][...] = out.astype(dtype)
+            source = ref["tile out"].at[rings.slot("out", n)]
+            source[...] = out.astype(dtype)
             plgpu.commit_smem()
             target = ref["out"].at[batch, pl.ds(n * CHUNK, CHUNK), head, block_columns]
-            plgpu.copy_smem_to_gmem(ref["tile out"].at[slots["out"]], target)
+            plgpu.copy_smem_to_gmem(source, target)
             return state
-
-        @pl.when(n >= _SLOTS)
-        def _() -> None:
-            plgpu.barrier_wait(ref[f"empty {link.result}"].at[slots[link.result]])
-
-        ref[f"tile {link.result}"].at[slots[link.result], :, own][...] = out.astype(dtype)
+        slot = rings.wait_until_free(link.result, n)
+        ref[f"tile {link.result}"].at[slot, :, own][...] = out.astype(dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(ref[f"full {link.result}"].at[slots[link.result]])
+        plgpu.barrier_arrive(rings.full(link.result, n))
         return state
 
     if f"initial {number}" in ref:
@@ -340,7 +327,7 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
     if link.result == "out":
         plgpu.wait_smem_to_gmem(0)
     else:
-        _drain(plan, ref, link.result)
+        rings.drain(link.result)
 
     def store() -> None:
         ref[f"final {number}"][batch, head, :, state_columns] = state
