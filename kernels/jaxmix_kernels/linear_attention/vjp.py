@@ -149,8 +149,8 @@ def _backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         ends = starts_of_pieces(decays, added, ends, pieces, reverse=True)
     q_weights, k_weights = (None, None) if steps is None else (qs, ks)
     by_query = _run(plan.target, ds, vs, ks, cut, starts.mT, weights=q_weights)
-    by_key = _run(plan.target, _repeat(vs, heads), ds, qs, cut, ends.mT, weights=k_weights, reverse=True)
-    by_value = _run(plan.target, _repeat(ks, heads), qs, ds, cut, ends, reverse=True)
+    by_key = _run(plan.target, vs, ds, qs, cut, ends.mT, weights=k_weights, reverse=True)
+    by_value = _run(plan.target, ks, qs, ds, cut, ends, reverse=True)
     assert by_query.out is not None
     assert by_key.out is not None
     assert by_value.out is not None
