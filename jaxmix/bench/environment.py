@@ -27,8 +27,13 @@ def environment() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Versions of what a result depends on; packages that are not installed are left out."""
-    found = {"python": platform.python_version(), "jaxmix": jaxmix.__version__}
-    for package in PACKAGES:
+    return {"python": platform.python_version(), "jaxmix": jaxmix.__version__, **installed(*PACKAGES)}
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """Versions of the packages that are installed."""
+    found = {}
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
