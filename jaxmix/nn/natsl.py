@@ -153,9 +153,7 @@ class NAtSL(TokenMixer):
         fused = {"queries": heads * self.key_size, "input": d_model, None: 0}[config.fusion]
         self.fusion = projection(fused, 2 * softmax_heads, param_dtype=param_dtype, **gates) if fused else None
         self.beta = projection(d_model, heads, param_dtype=wide, **gates) if config.rule != "ssd" else None
-        rates = (1.0, 16.0) if config.rule == "ssd" else (0.0, 16.0)
-        step = {"rngs": rngs, "init_std": init_std, "dtype": wide}
-        self.decay = StepSize(d_model, heads, rates, **step) if config.rule != "delta" else None
+        self.decay = _step_size(config.rule, d_model, heads, rngs=rngs, init_std=init_std, dtype=wide)
         norm = {"eps": config.norm_eps, "dtype": self.dtype, "param_dtype": param_dtype}
         self.softmax_query_norm = RMSNorm(self.softmax_key_size, **norm)
         self.softmax_key_norm = RMSNorm(self.softmax_key_size, **norm)
@@ -290,3 +288,14 @@ class NAtSL(TokenMixer):
             cache_dtype=self.dtype,
         )
         return RoutedState(attention, jnp.zeros((batch_size, self.d_model), self.state_dtype))
+
+
+def _step_size(rule: str, d_model: int, heads: int, **options: Any) -> StepSize | None:
+    """The decay of the linear branch; that of "ssd" starts as in the reference, which is not as `Mamba2` starts."""
+    if rule == "delta":
+        return None
+    step = StepSize(d_model, heads, (0.0, 16.0), **options)
+    if rule == "ssd":
+        step.A_log[...] = jnp.log(jnp.arange(1, heads + 1, dtype=options["dtype"]))
+        step.dt_bias[...] = jnp.ones((heads,), options["dtype"])
+    return step

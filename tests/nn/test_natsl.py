@@ -291,6 +291,17 @@ def test_parts_that_an_option_leaves_out():
         assert parts(build(**options)) == everything - missing, name
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
+def test_decays_of_ssd_start_with_a_rate_for_each_head_and_a_bias_of_one(dtype, precise):
+    decay = NAtSL(WIDTH, heads=4, rule="ssd", rngs=nnx.Rngs(0), param_dtype=dtype).decay
+    wide = jnp.promote_types(dtype, jnp.float32)
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(decay, nnx.Param))} == {wide}
+    assert np.allclose(decay.rates(), [1, 2, 3, 4], rtol=1e-6)
+    assert np.array_equal(decay.dt_bias[...], np.ones(4))
+    drawn = NAtSL(WIDTH, heads=4, rngs=nnx.Rngs(0), param_dtype=dtype).decay
+    assert not np.any(drawn.dt_bias[...] == 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
