@@ -3,6 +3,7 @@
 Sizes: H = 2 linear heads of D = 4 and E = 6, each with G = 2 softmax heads of 3 and 5, chunks of C = 4 tokens.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxmix.mixers.natsl import NAtSLState, count_chunks, natsl_attention
 from tests.contract.packing import documents
@@ -22,6 +24,12 @@ KEYS, VALUES = 4, 6
 SOFTMAX_KEYS, SOFTMAX_VALUES = 3, 5
 CAPACITY = 26
 GATES = ("log_decay", "beta", "choice")
+FLOATS = ("S_start", "S_cur", "log_decay", "own_k", "own_v", "page_k", "page_v", "weight")
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["serial", "scan"])
+MAX_DOCUMENTS = 7
+"""Documents for which `run_packed` has room in a row."""
+ONE = np.ones((BATCH, TOKENS), np.int32)
+INSIDE = np.array([[1] * 9 + [2] * 13, [1] * 3 + [2] * 19], np.int32)
 
 
 class Call(NamedTuple):
@@ -130,6 +138,30 @@ def earlier_state() -> Any:
     """The state of a stream of 15 tokens and of one of 6."""
     ids = np.where(np.arange(TOKENS) < [[15], [6]], 1, 0)
     return evaluate(draw_call(ids, state=fresh_state(), seed=7), "serial").state
+
+
+def packed_call(ids):
+    """A call that continues two streams of at most `MAX_DOCUMENTS` documents; no cotangents where no token waits."""
+    call = draw_call(np.array(ids), state=earlier_state(), max_documents=MAX_DOCUMENTS)
+    waiting = (
+        np.arange(CHUNK) < np.array([left_open(*row) for row in zip(ids, call.state.filled, strict=True)])[:, None]
+    )
+    cotangent = dataclasses.replace(call.state, **dict(zip(FLOATS, call.state_cotangent, strict=True)))
+    own = {name: np.where(waiting[..., None, None], getattr(cotangent, name), 0) for name in ("own_k", "own_v")}
+    return call._replace(state_cotangent=floats(dataclasses.replace(cotangent, **own)))
+
+
+def left_open(ids, filled):
+    """Tokens that wait in the open chunk after a row."""
+    found = documents(ids)
+    if not found:
+        return filled
+    return (len(found[-1]) + (filled if len(found) == 1 else 0)) % CHUNK
+
+
+def run_packed(call, implementation):
+    """`evaluate` with room for `MAX_DOCUMENTS` documents."""
+    return evaluate(call, implementation, max_documents=MAX_DOCUMENTS)
 
 
 def token_chunks(row, filled=0):

@@ -12,6 +12,7 @@ from tests.mixers.natsl import (
     BATCH,
     CHUNK,
     HEADS,
+    IMPLEMENTATIONS,
     TOKENS,
     capped_softmax_gradient,
     cast,
@@ -24,7 +25,6 @@ from tests.mixers.natsl import (
 )
 from tests.tolerances import FORMS, ROUTER_GRADIENT, STRONG_DECAY_FLOOR, assert_close
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["serial", "scan"])
 NO_LOG_DECAY = {"log_decay": None}
 VARIANTS = {
     "both branches see the own chunk": ({}, {}),

@@ -17,8 +17,13 @@ from tests.mixers.natsl import (
     BATCH,
     CAPACITY,
     CHUNK,
+    FLOATS,
     GROUP,
     HEADS,
+    IMPLEMENTATIONS,
+    INSIDE,
+    MAX_DOCUMENTS,
+    ONE,
     TOKENS,
     chunk_pairs,
     cleared,
@@ -28,15 +33,13 @@ from tests.mixers.natsl import (
     evaluate,
     evaluate_parts,
     fresh_state,
+    packed_call,
+    run_packed,
     softmax_first,
     token_chunks,
 )
-from tests.nn.layers import floats
 from tests.tolerances import FORMS, assert_close, assert_same_bits
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["serial", "scan"])
-ONE = np.ones((BATCH, TOKENS), np.int32)
-INSIDE = np.array([[1] * 9 + [2] * 13, [1] * 3 + [2] * 19], np.int32)
 LAYOUTS = {
     "two documents": INSIDE,
     "documents of whole chunks": [[1] * 8 + [2] * 14, [1] * 2 + [2] * 20],
@@ -47,32 +50,7 @@ LAYOUTS = {
     "padding between and inside": [[1] * 6 + [0] * 5 + [1] * 7 + [2] * 4, [0] + [1] * 9 + [0] * 8 + [2] * 3 + [0]],
     "nothing but padding": [[0] * 22, [1] * 5 + [2] * 17],
 }
-"""Rows of at most seven documents, which the state's open chunks of three and two tokens continue."""
-DOCUMENTS = 7
-FLOATS = ("S_start", "S_cur", "log_decay", "own_k", "own_v", "page_k", "page_v", "weight")
-
-
-def packed_call(ids):
-    """A call that continues two streams, with room for seven documents; no cotangents where no token waits."""
-    call = draw_call(np.array(ids), state=earlier_state(), max_documents=DOCUMENTS)
-    waiting = (
-        np.arange(CHUNK) < np.array([left_open(*row) for row in zip(ids, call.state.filled, strict=True)])[:, None]
-    )
-    cotangent = dataclasses.replace(call.state, **dict(zip(FLOATS, call.state_cotangent, strict=True)))
-    own = {name: np.where(waiting[..., None, None], getattr(cotangent, name), 0) for name in ("own_k", "own_v")}
-    return call._replace(state_cotangent=floats(dataclasses.replace(cotangent, **own)))
-
-
-def left_open(ids, filled):
-    """Tokens that wait in the open chunk after a row."""
-    found = documents(ids)
-    if not found:
-        return filled
-    return (len(found[-1]) + (filled if len(found) == 1 else 0)) % CHUNK
-
-
-def run(call, implementation):
-    return evaluate(call, implementation, max_documents=DOCUMENTS)
+"""Rows of at most `MAX_DOCUMENTS` documents, which the state's open chunks of three and two tokens continue."""
 
 
 def turns(ids):
@@ -91,7 +69,7 @@ def turns(ids):
 @pytest.mark.parametrize("continued", [False, True], ids=["new", "continued"])
 def test_chunks_begin_where_their_documents_begin(layout, continued):
     ids, filled = np.array(LAYOUTS[layout]), np.array([3, 2]) * continued
-    chunks = count_chunks(TOKENS, CHUNK, packed=True, continued=continued, max_documents=DOCUMENTS)
+    chunks = count_chunks(TOKENS, CHUNK, packed=True, continued=continued, max_documents=MAX_DOCUMENTS)
     segments = find_segments(jnp.asarray(ids, jnp.int32))
     made = ChunkLayout.of(BATCH, TOKENS, CHUNK, chunks, segments, jnp.asarray(filled, jnp.int32) if continued else None)
     x = np.arange(1.0, 1 + BATCH * TOKENS).reshape(BATCH, TOKENS)
@@ -123,12 +101,12 @@ def test_count_chunks():
 @pytest.mark.parametrize("ids", [ONE, INSIDE], ids=["one document", "two documents"])
 def test_any_split_equals_one_pass_with_every_gradient(ids, implementation):
     call = packed_call(ids)
-    expected = run(call, "serial")
+    expected = run_packed(call, "serial")
     place = np.arange(TOKENS)
     # Every length modulo the chunk size, and another in each row.
     for first, second in [(1, 10), (4, 5), (6, 15), (11, 8), (21, 20)]:
         early = place < [[first], [second]]
-        actual = evaluate_parts(call, [early, ~early], implementation, max_documents=DOCUMENTS)
+        actual = evaluate_parts(call, [early, ~early], implementation, max_documents=MAX_DOCUMENTS)
         assert_close(actual, expected, FORMS[F64], f"{first} and {second} tokens")
 
 
@@ -144,20 +122,20 @@ def test_streams_continue_with_every_option(options):
     call = packed_call(INSIDE)
     if "rule" in options:
         call = call._replace(inputs=call.inputs | {"beta": None})
-    expected = evaluate(call, "serial", max_documents=DOCUMENTS, **options)
-    assert_close(evaluate(call, "scan", max_documents=DOCUMENTS, **options), expected, FORMS[F64])
+    expected = evaluate(call, "serial", max_documents=MAX_DOCUMENTS, **options)
+    assert_close(evaluate(call, "scan", max_documents=MAX_DOCUMENTS, **options), expected, FORMS[F64])
     early = np.arange(TOKENS) < [[7], [15]]
-    actual = evaluate_parts(call, [early, ~early], "scan", max_documents=DOCUMENTS, **options)
+    actual = evaluate_parts(call, [early, ~early], "scan", max_documents=MAX_DOCUMENTS, **options)
     assert_close(actual, expected, FORMS[F64])
 
 
 def test_counterfactual_gradients_of_the_linear_branch_are_exact_over_parts():
     call = packed_call(INSIDE)
-    options = {"max_documents": DOCUMENTS, "counterfactual_router_grad": True}
+    options = {"max_documents": MAX_DOCUMENTS, "counterfactual_router_grad": True}
     whole = evaluate(call, "scan", **options)
     early = np.arange(TOKENS) < [[7], [15]]
     parts = evaluate_parts(call, [early, ~early], "scan", **options)
-    plain = run(call, "scan")
+    plain = run_packed(call, "scan")
     assert_same_bits(whole._replace(gradients={}), plain._replace(gradients={}))
     chosen = call.inputs["choice"] == 1
     choices = [result.gradients.pop("choice") for result in (whole, parts, plain)]
@@ -174,14 +152,14 @@ def test_many_parts_in_both_forms_equal_one_pass_with_every_gradient():
     place = np.broadcast_to(np.arange(TOKENS), (BATCH, TOKENS))
     parts = [(place >= a) & (place < b) for a, b in itertools.pairwise(borders)]
     for implementation in ("scan", "serial"):
-        actual = evaluate_parts(call, parts, implementation, max_documents=DOCUMENTS)
-        assert_close(actual, run(call, "serial"), FORMS[F64], implementation)
+        actual = evaluate_parts(call, parts, implementation, max_documents=MAX_DOCUMENTS)
+        assert_close(actual, run_packed(call, "serial"), FORMS[F64], implementation)
 
 
 @IMPLEMENTATIONS
 def test_single_tokens_in_arrays_of_their_own(implementation):
     call = packed_call(ONE)
-    expected = run(call, implementation)
+    expected = run_packed(call, implementation)
     state, results = call.state, []
     for t in range(TOKENS):
         (row, _, first), (_, _, second) = list(chunk_pairs(call, np.where(np.arange(TOKENS) == t, 1, 0) * ONE, state))
@@ -212,8 +190,8 @@ def test_single_tokens_in_arrays_of_their_own(implementation):
 
 def test_single_tokens_with_padding_and_new_documents():
     ids = np.array([[1, 0, 1, 2, 2, 0, 2, 2, 2, 3], [0, 0, 4, 4, 4, 4, 4, 0, 0, 4]], np.int32)
-    whole = draw_call(np.pad(ids, [(0, 0), (0, TOKENS - 10)]), state=fresh_state(), max_documents=DOCUMENTS)
-    expected = run(whole, "scan")
+    whole = draw_call(np.pad(ids, [(0, 0), (0, TOKENS - 10)]), state=fresh_state(), max_documents=MAX_DOCUMENTS)
+    expected = run_packed(whole, "scan")
     chunks = np.array([token_chunks(row) for row in ids])
     state = whole.state
     with precision():
@@ -272,15 +250,17 @@ def test_parts_in_arrays_of_their_own_equal_one_pass():
 def test_every_gradient_of_scan_is_that_of_serial_from_any_state():
     for name, ids in LAYOUTS.items():
         call = packed_call(ids)
-        assert_close(run(call, "scan"), run(call, "serial"), FORMS[F64], name)
+        assert_close(run_packed(call, "scan"), run_packed(call, "serial"), FORMS[F64], name)
 
 
 @IMPLEMENTATIONS
 def test_packed_equals_separate_with_every_gradient(implementation):
     for name, ids in LAYOUTS.items():
         call = packed_call(ids)
-        expected = evaluate_parts(call, turns(call.segment_ids), implementation, separate=True, max_documents=DOCUMENTS)
-        assert_close(run(call, implementation), expected, FORMS[F64], name)
+        expected = evaluate_parts(
+            call, turns(call.segment_ids), implementation, separate=True, max_documents=MAX_DOCUMENTS
+        )
+        assert_close(run_packed(call, implementation), expected, FORMS[F64], name)
 
 
 @IMPLEMENTATIONS
@@ -294,7 +274,7 @@ def test_what_stands_in_padding_does_not_move_a_bit(implementation):
                 name: x if name == "choice" else np.where(padded.reshape(*padded.shape, *[1] * (x.ndim - 2)), value, x)
                 for name, x in call.inputs.items()
             }
-            results.append(run(call._replace(inputs=inputs), implementation))
+            results.append(run_packed(call._replace(inputs=inputs), implementation))
         assert_same_bits(results[1], results[0], name)
         assert_same_bits(results[2], results[0], name)
         for x in (*results[0].out, *(g for name, g in results[0].gradients.items() if name != "choice")):
@@ -308,7 +288,7 @@ def test_changing_one_document_does_not_move_the_next_by_a_bit(implementation, f
     inputs = {name: np.array(x) for name, x in call.inputs.items()}
     for name in inputs.keys() - {"choice"}:
         inputs[name][:, :11] *= 2.0 if name in ("log_decay", "beta") else factor
-    before, after = run(call, implementation), run(call._replace(inputs=inputs), implementation)
+    before, after = run_packed(call, implementation), run_packed(call._replace(inputs=inputs), implementation)
     assert_same_bits([x[:, 11:] for x in after.out], [x[:, 11:] for x in before.out])
     assert_same_bits(after.state, before.state)
     for name in inputs.keys() - {"choice"}:
@@ -322,7 +302,7 @@ def test_changing_one_document_does_not_move_the_next_by_a_bit(implementation, f
 def test_a_document_gets_no_gradient_from_the_next(implementation):
     call = packed_call([[1] * 11 + [2] * 11] * BATCH)
     cotangent = tuple(np.where(np.arange(TOKENS)[:, None, None] < 11, 0, x) for x in call.out_cotangent)
-    result = run(call._replace(out_cotangent=cotangent), implementation)
+    result = run_packed(call._replace(out_cotangent=cotangent), implementation)
     for name in result.gradients.keys() - {"choice"}:
         assert not np.any(result.gradients[name][:, :11]), name
     assert not any(np.any(x) for x in result.state_gradient)
@@ -332,19 +312,19 @@ def test_a_document_gets_no_gradient_from_the_next(implementation):
 
 def test_a_broken_document_does_not_reach_the_next():
     call = packed_call([[1] * 11 + [2] * 11] * BATCH)
-    before = run(call, "serial")
+    before = run_packed(call, "serial")
     for value in (np.inf, np.nan):
         inputs = {name: np.array(x) for name, x in call.inputs.items()}
         for name in ("q", "k", "v", "q_softmax", "k_softmax", "v_softmax"):
             inputs[name][:, :11] = value
-        after = run(call._replace(inputs=inputs), "serial")
+        after = run_packed(call._replace(inputs=inputs), "serial")
         assert_same_bits([x[:, 11:] for x in after.out], [x[:, 11:] for x in before.out])
         assert_same_bits(after.state, before.state)
 
 
 def test_pages_hold_the_chunks_that_each_head_keeps():
-    call = draw_call(ONE, state=fresh_state(), max_documents=DOCUMENTS)
-    state = run(call, "scan").state
+    call = draw_call(ONE, state=fresh_state(), max_documents=MAX_DOCUMENTS)
+    state = run_packed(call, "scan").state
     for row in range(BATCH):
         for head in range(HEADS):
             kept = np.flatnonzero(call.inputs["choice"][row, : TOKENS // CHUNK, head, 0])

@@ -14,14 +14,19 @@ from tests.mixers.natsl import (
     CAPACITY,
     CHUNK,
     HEADS,
+    IMPLEMENTATIONS,
+    INSIDE,
+    MAX_DOCUMENTS,
+    ONE,
     draw_call,
     draw_inputs,
     evaluate,
     fresh_state,
+    packed_call,
+    run_packed,
     softmax_first,
     token_chunks,
 )
-from tests.mixers.test_natsl_layout import DOCUMENTS, IMPLEMENTATIONS, INSIDE, ONE, packed_call, run
 from tests.tolerances import FORMS, assert_close, assert_same_bits
 
 
@@ -77,7 +82,7 @@ def test_in_compiled_code_the_serial_form_loses_the_tokens_after_the_page_that_i
 def test_a_new_document_is_right_after_a_stream_has_outgrown_its_pages(implementation):
     call = packed_call(INSIDE)
     full = dataclasses.replace(call.state, used=call.state.used + CAPACITY)
-    expected, actual = run(call, implementation), run(call._replace(state=full), implementation)
+    expected, actual = run_packed(call, implementation), run_packed(call._replace(state=full), implementation)
     old = call.segment_ids == 1
     assert_same_bits(actual.out[0], expected.out[0])
     assert np.all(np.isnan(actual.out[1][old]))
@@ -87,8 +92,8 @@ def test_a_new_document_is_right_after_a_stream_has_outgrown_its_pages(implement
 
 def test_capacity_grows_with_the_state_in_use():
     call = packed_call(ONE)
-    expected = run(call, "scan")
-    grown = evaluate(call._replace(state_cotangent=None), "scan", max_documents=DOCUMENTS, capacity=CAPACITY + 3)
+    expected = run_packed(call, "scan")
+    grown = evaluate(call._replace(state_cotangent=None), "scan", max_documents=MAX_DOCUMENTS, capacity=CAPACITY + 3)
     assert grown.state.capacity == CAPACITY + 3
     assert_same_bits(grown.out, expected.out)
     for field in dataclasses.fields(grown.state):
@@ -96,18 +101,18 @@ def test_capacity_grows_with_the_state_in_use():
         new = getattr(grown.state, field.name)[tuple(slice(size) for size in old.shape)]
         assert_same_bits(new, old, field.name)
     with pytest.raises(ValueError, match=rf"capacity: expected at least the {CAPACITY} pages of initial_state, got 3"):
-        evaluate(call, "scan", max_documents=DOCUMENTS, capacity=3)
+        evaluate(call, "scan", max_documents=MAX_DOCUMENTS, capacity=3)
 
 
 @IMPLEMENTATIONS
 def test_tokens_of_documents_that_do_not_fit_are_nan_and_the_others_right(implementation):
     # With room for two documents: 22 tokens in 7 chunks. The first row needs 6 + 1, the second 2 + 5 chunks of 8.
     ids = [[1] * 9 + [2] * 13, [1, 2, 3, 4, 5, 6] + [7] * 16]
-    few, many = draw_call(ids, max_documents=2), draw_call(ids, state=fresh_state(), max_documents=DOCUMENTS)
+    few, many = draw_call(ids, max_documents=2), draw_call(ids, state=fresh_state(), max_documents=MAX_DOCUMENTS)
     few.inputs["choice"][:] = many.inputs["choice"][:, : few.inputs["choice"].shape[1]]
     chunks = few.inputs["choice"].shape[1]
     actual = evaluate(few, implementation, max_documents=2).out
-    expected = run(many, implementation).out
+    expected = run_packed(many, implementation).out
     lost = np.array([token_chunks(row) >= chunks for row in np.array(ids)])
     assert lost.any(axis=1).tolist() == [False, True]
     for a, b in zip(actual, expected, strict=True):

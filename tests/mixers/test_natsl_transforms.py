@@ -18,6 +18,7 @@ from tests.mixers.natsl import (
     CHUNK,
     GATES,
     HEADS,
+    IMPLEMENTATIONS,
     cast,
     draw_call,
     draw_inputs,
@@ -28,7 +29,6 @@ from tests.mixers.natsl import (
 )
 from tests.tolerances import FORMS, assert_close
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["serial", "scan"])
 TOKENS = 10
 IDS = np.array([[1] * 6 + [2] * 4, [0] + [1] * 3 + [2] * 6], np.int32)
 CAPACITY = 12
