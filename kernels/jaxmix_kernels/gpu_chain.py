@@ -24,10 +24,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxmix_kernels.decays import CHUNK, ChunkDecays
 from jaxmix_kernels.gpu_chunks import (
     COLUMNS,
+    COPYING_REGISTERS,
     LARGEST_GRID,
     WGMMA_ROWS,
     Products,
     attend_chunk,
+    computing_registers,
     group_of_head,
     interpreter,
     layout_of_tiles,
@@ -40,11 +42,6 @@ Array = jax.Array
 
 _SLOTS = 2
 _VECTORS = ("enter", "leave", "high", "low", "run")
-_REGISTERS = 504
-"""Registers per thread that the warpgroups of a program share: 65,536 over 128 threads, rounded down for three."""
-_COPYING = 24
-"""Registers per thread of the warpgroup that copies."""
-_MOST_REGISTERS = 232
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +173,7 @@ class _Plan:
         """Registers per thread of a compute warpgroup; None if all that there may be are its own from the start."""
         if len(self.workers) == 1:
             return None
-        return min(_MOST_REGISTERS, (_REGISTERS - _COPYING) // len(self.workers) // 8 * 8)
+        return computing_registers(len(self.workers))
 
     def slots(self, group: str) -> int:
         """Chunks that a ring holds."""
@@ -230,7 +227,7 @@ def _program(plan: _Plan, ref: dict[str, Any]) -> None:
     @pl.when(warpgroup == len(plan.workers))
     def _() -> None:
         if plan.registers:
-            plgpu.set_max_registers(_COPYING, action="decrease")
+            plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
         _copy(plan, ref, *place)
 
     for worker in plan.workers:

@@ -30,6 +30,12 @@ WGMMA_ROWS = 64
 LARGEST_GRID = 2**31 - 1
 """Most programs of one launch."""
 
+COPYING_REGISTERS = 24
+"""Registers per thread of a warpgroup that only copies."""
+
+_REGISTERS = 65_536
+_WARPGROUP = 128
+_MOST_REGISTERS = 232
 _Accumulator = plgpu.WGMMAAccumulatorRef
 _Tiling: Any = plgpu.TilingTransform
 _Swizzle: Any = plgpu.SwizzleTransform
@@ -55,6 +61,17 @@ def layout_of_tiles(width: int, dtype: Any) -> tuple[Any, ...]:
 def interpreter(interpret: Any) -> Any:
     """The `interpret` of `plgpu.kernel`."""
     return plgpu.InterpretGPUParams() if interpret is True else interpret or None
+
+
+def computing_registers(count: int) -> int:
+    """Registers per thread of `count` warpgroups that compute, beside one that copies.
+
+    A program starts with equally many for all, in steps of 8. What one warpgroup asks for, others must have given up:
+    asking for more than there is would wait for ever.
+    """
+    at_start = _REGISTERS // (_WARPGROUP * (count + 1)) // 8 * 8
+    left = at_start * (count + 1) - COPYING_REGISTERS
+    return min(_MOST_REGISTERS, left // count // 8 * 8)
 
 
 def split_index(program: Any, heads: int, blocks: int) -> tuple[Any, Any, Any]:

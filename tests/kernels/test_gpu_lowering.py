@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmix_kernels.gpu_chunks import SIZES
+from jaxmix_kernels.gpu_chunks import COPYING_REGISTERS, SIZES, computing_registers
 from jaxmix_kernels.linear_attention.gpu import decayed_attention
 from tests.kernels import gpu_checks, reference
 
@@ -36,3 +36,11 @@ def test_every_variant(name, reverse):
     kernel = functools.partial(decayed_attention, reverse=reverse)
     gpu_checks.lower(kernel, a, b, c, decays, None)
     gpu_checks.lower(functools.partial(kernel, outputs=False), None, b, c, decays, None)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_warpgroups_ask_for_no_more_registers_than_there_are(count):
+    at_start = 65_536 // (128 * (count + 1)) // 8 * 8
+    asked = count * computing_registers(count) + COPYING_REGISTERS
+    assert asked <= at_start * (count + 1)
+    assert computing_registers(count) % 8 == 0

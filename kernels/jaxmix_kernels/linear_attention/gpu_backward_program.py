@@ -12,7 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxmix_kernels.decays import CHUNK
 from jaxmix_kernels.gpu_chunks import (
     COLUMNS,
+    COPYING_REGISTERS,
     Products,
+    computing_registers,
     group_of_head,
     layout_of_tiles,
     masked,
@@ -27,7 +29,6 @@ from jaxmix_kernels.gpu_rings import Rings
 Array = jax.Array
 
 VECTORS = ("enter", "leave", "high", "low", "run")
-_COMPUTING, _COPYING = 160, 24
 WARPGROUPS = 4
 _STATE, _QUERIES, _KEYS, _COPIES = range(WARPGROUPS)
 
@@ -122,9 +123,9 @@ class Program:
             @pl.when(warpgroup == number)
             def _(number: int = number, part: Any = part) -> None:
                 if number == _COPIES:
-                    plgpu.set_max_registers(_COPYING, action="decrease")
+                    plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
                 else:
-                    plgpu.set_max_registers(_COMPUTING, action="increase")
+                    plgpu.set_max_registers(computing_registers(WARPGROUPS - 1), action="increase")
                 part()
 
     def of_head(self, name: str) -> Any:
