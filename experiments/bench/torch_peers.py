@@ -93,7 +93,7 @@ def measure_torch(torch: Any, work: Work, options: LoopOptions, function: Functi
     sets = [_pass(torch, work, function, _tensors(torch, work, 0, device))]
     results = sets[0]()
     peak = torch.cuda.max_memory_allocated() if cuda else None
-    error = check(work, {name: _numpy(x, work) for name, x in results.items()})
+    error = check(work, {name: _numpy(x) for name, x in results.items()})
     del results
     single = min(_run(torch, sets, 1, cuda) for _ in range(3))
     if single > options.longest:
@@ -156,9 +156,9 @@ def _tensors(torch: Any, work: Work, seed: int, device: str) -> tuple[Any, list[
     return [move(matrix)], [*map(move, arrays)], None
 
 
-def _numpy(x: Any, work: Work) -> np.ndarray:
-    """The part that is compared, as float32."""
-    return (x if work.part == "decode" else x[-1:]).detach().float().cpu().numpy()
+def _numpy(x: Any) -> np.ndarray:
+    """The last sequence or stream, which is compared, as float32."""
+    return x[-1:].detach().float().cpu().numpy()
 
 
 def _run(torch: Any, sets: list[Callable[[], Any]], calls: int, cuda: bool) -> float:

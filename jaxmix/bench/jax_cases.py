@@ -34,6 +34,9 @@ class Measurement:
     notes: tuple[str, ...] = ()
 
 
+MOST_LOGITS = 2**34
+"""Bytes of float32 logits up to which XLA's softmax attention is run; it needs several arrays of that size."""
+
 Case = Callable[[Work, LoopOptions], Measurement]
 """Measures a piece of work; raises what went wrong."""
 
@@ -58,6 +61,18 @@ def mixer_case(name: str, **keywords: Any) -> Case:
         if work.part == "decode":
             return _measure(work, options, decode, lambda seed: (work.state(seed), work.arrays(seed)))
         return jax_case(lambda *arrays: call(*arrays, **keywords)[0])(work, options)
+
+    return measure
+
+
+def xla_softmax_case() -> Case:
+    """Softmax attention by XLA, which keeps the logits of all pairs; refused where they take too much memory."""
+
+    def measure(work: Work, options: LoopOptions) -> Measurement:
+        needed = 4 * work.shape.batch * work.shape.heads * work.shape.length**2
+        if needed > MOST_LOGITS:
+            raise MemoryError(f"the logits take {needed / 1e9:.0f} GB, more than {MOST_LOGITS / 1e9:.0f} GB")
+        return jax_case(lambda q, k, v: dot_product_attention(q, k, v, "xla"))(work, options)
 
     return measure
 
@@ -112,9 +127,7 @@ def _pass_step(work: Work, function: Callable[..., Array]) -> tuple[Step, Callab
 def _measure(work: Work, options: LoopOptions, step: Step, draw: Callable[[int], Any]) -> Measurement:
     first = draw(0)
     compiled = jax.jit(step).lower(first[0], *first[1]).compile()
-    results, _ = compiled(first[0], *first[1])
-    error = check(work, results)
-    del results
+    error = check(work, compiled(first[0], *first[1])[0])
     memory: Any = compiled.memory_analysis()
     single = time_single(lambda: compiled(first[0], *first[1]))
     sets = [first, *(draw(seed) for seed in range(1, count_sets(cost(work.mixer, work.shape, work.part).nbytes)))]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -10,7 +11,15 @@ from jaxmix.arrays import fail
 from jaxmix.bench.ceilings import Ceilings, CeilingSizes, measure_ceilings
 from jaxmix.bench.costs import PASSES, Pass, cost
 from jaxmix.bench.gate import Work
-from jaxmix.bench.jax_cases import Case, Measurement, cached_softmax_case, dot_product_attention, jax_case, mixer_case
+from jaxmix.bench.jax_cases import (
+    Case,
+    Measurement,
+    cached_softmax_case,
+    dot_product_attention,
+    jax_case,
+    mixer_case,
+    xla_softmax_case,
+)
 from jaxmix.bench.loop import LoopOptions
 from jaxmix.bench.report import Row
 from jaxmix.bench.shapes import SHAPES, Shape
@@ -90,12 +99,14 @@ class Entry:
 def mixer_cases(mixer: str, suite: str) -> dict[str, Case]:
     """Rows of a mixer and of its peers in JAX, by title."""
     if mixer == "softmax_attention":
-        cases: dict[str, Case] = {}
-        for title, implementation in (("cuDNN", "cudnn"), ("XLA", "xla")):
-            attend = functools.partial(dot_product_attention, implementation=implementation)
-            name = f"softmax_attention, jax.nn {title}"
-            cases[name] = cached_softmax_case(implementation) if suite == "streams" else jax_case(attend)
-        return {"softmax_attention": mixer_case(mixer)} | cases if suite == "streams" else cases
+        cudnn, xla = "softmax_attention, jax.nn cuDNN", "softmax_attention, jax.nn XLA"
+        if suite == "streams":
+            peers = {cudnn: cached_softmax_case("cudnn"), xla: cached_softmax_case("xla")}
+            return {"softmax_attention": mixer_case(mixer)} | peers
+        return {
+            cudnn: jax_case(functools.partial(dot_product_attention, implementation="cudnn")),
+            xla: xla_softmax_case(),
+        }
     cases = {mixer: mixer_case(mixer)}
     if suite == "anchors":
         cases[f"{mixer}, scan"] = mixer_case(mixer, implementation="scan")
@@ -149,6 +160,7 @@ def run_entries(found: Iterable[RowToBe], options: NamedOptions) -> Iterator[Row
             row = entry.measure(options.loop, ceilings)
         except Exception as error:
             row = entry.failed(describe(error))
+        gc.collect()  # arrays that only a cycle of objects still holds
         yield row
 
 

@@ -19,6 +19,7 @@ from jaxmix.bench.shapes import Shape
 from jaxmix.models import flops_per_token, get_preset
 
 LOOP = LoopOptions(runs=3)
+TORCH = ("softmax_attention", "linear_attention", "gated_delta_rule")
 CEILINGS = Ceilings(copy=1e10, matmul=1e12, empty=1e-6)
 
 
@@ -33,9 +34,6 @@ def test_peers_have_rows_for_sequences_and_for_decoding():
         "fla fused_recurrent_gated_delta_rule",
     ]
     assert torch_cases("hla2", "anchors") == {}
-
-
-TORCH = ("softmax_attention", "linear_attention", "gated_delta_rule")
 
 
 def test_a_peer_that_cannot_run_here_says_why():

@@ -77,6 +77,12 @@ def test_what_fails_says_why_and_the_next_row_follows():
     assert measured.values["milliseconds"] > 0
 
 
+def test_softmax_of_xla_is_refused_where_its_logits_are_too_large():
+    case = mixer_cases("softmax_attention", "long")["softmax_attention, jax.nn XLA"]
+    with pytest.raises(MemoryError, match="the logits take 4398 GB"):
+        case(Work("softmax_attention", SHAPES["long"][-1], "forward"), LOOP)
+
+
 def test_no_row_is_started_late():
     def late(work, options):
         raise AssertionError("started")
