@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 
 from jaxmix.arrays import check_count, fail
+from jaxmix_kernels.decode.call import refusal as refusal_of_a_step
 from jaxmix_kernels.target import Target, current_target
 
 Implementation = Literal["serial", "scan", "pallas"]
@@ -25,7 +26,7 @@ ASKED = "it is asked for"
 class Operands:
     """What a kernel would have to take: the dtype of q, k and v ("mixed" if they differ), T, D and E.
 
-    `is_checked` is true inside a `jax.shard_map` with check_vma=True.
+    `is_checked` is true inside a `jax.shard_map` with check_vma=True. `sharing` query heads share a state.
     """
 
     dtype: str
@@ -33,6 +34,7 @@ class Operands:
     key_size: int
     value_size: int
     is_checked: bool = False
+    sharing: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,8 @@ def choose(
     and v are bfloat16, T >= 64, D and E are between 32 and 128, and `chunk_size` is 64; with several TPUs the call must
     also be inside `jax.shard_map`. Everything else is served by the scan.
 
+    One token takes a direct step whatever the form is, by the kernel for that if the choice has a target.
+
     Raises:
         ValueError: for an unknown implementation or a bad `chunk_size` or `sequence_axis`.
         NotImplementedError: when the implementation asked for cannot serve the call.
@@ -75,18 +79,36 @@ def choose(
             "use implementation='scan'"
         )
     if implementation in ("pallas", None):
+        one_token = operands is not None and operands.length == 1 and sequence_axis is None
+        by_step = _find_step(mixer, implementation, operands) if operands is not None and one_token else None
+        if by_step is not None:
+            return Choice("pallas", f"a Pallas kernel for {by_step.platform.upper()}s serves one token", by_step)
         target, refusal = _find_kernel(mixer, sequence_axis, operands)
         if implementation == "pallas":
             if target is None or refusal:
                 raise NotImplementedError(
                     f"{mixer}: {refusal}; pass implementation='scan', or None to take the fastest that serves the call"
                 )
-            return Choice("pallas", ASKED, target)
+            return Choice("pallas", ASKED, None if one_token else target)
         refusal = refusal or _not_worthwhile(target, chunk_size, operands)
         if target is None or refusal:
             return Choice("scan", refusal)
         return Choice("pallas", f"a Pallas kernel for {target.platform.upper()}s serves the call", target)
     return Choice(implementation, ASKED)
+
+
+def _find_step(mixer: str, implementation: str | None, operands: Operands) -> Target | None:
+    """What a kernel of one token is made for; None where the step by XLA serves.
+
+    No compiler splits these kernels over devices, so that with several of them an explicit "pallas" or
+    `jax.shard_map` is needed.
+    """
+    target, refusal = _find_kernel(mixer, None, None)
+    if refusal or operands.is_checked or (implementation is None and not _is_on_one_device()):
+        return None
+    if refusal_of_a_step(operands.dtype, operands.key_size, operands.value_size, operands.sharing):
+        return None
+    return target
 
 
 def _find_kernel(mixer: str, sequence_axis: str | None, operands: Operands | None) -> tuple[Target | None, str]:

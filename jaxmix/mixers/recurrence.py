@@ -17,6 +17,7 @@ from jaxmix.mixers.chunking import Chunks, apart, beside, join_chunks, split_chu
 from jaxmix.mixers.dispatch import Operands, choose
 from jaxmix.mixers.inputs import Inputs, Sizes, check_decay_sign, check_inputs, prepare_inputs
 from jaxmix.mixers.kernel_chunks import KernelChunks
+from jaxmix.mixers.kernel_step import kernel_step
 from jaxmix.mixers.prefix import prefix_scan
 from jaxmix.mixers.segments import where_valid
 from jaxmix.mixers.state import check_state, group_heads, merge_heads
@@ -141,7 +142,8 @@ def run(
     sizes = check_inputs(q, k, v, log_decay, segment_ids)
     check_decay_sign(log_decay, segment_ids)
     dtype = _common_dtype(sizes, q, k, v)
-    operands = Operands(dtype, sizes.length, sizes.key_size, sizes.value_size, any(map(is_checked, (q, k, v))))
+    checked, sharing = any(map(is_checked, (q, k, v))), sizes.heads // sizes.groups
+    operands = Operands(dtype, sizes.length, sizes.key_size, sizes.value_size, checked, sharing)
     choice = choose(mixer.name, implementation, chunk_size, sequence_axis, operands=operands)
     arrays = (q, k, v, log_decay, segment_ids, initial_state, None)
     return run_checked(
@@ -175,7 +177,7 @@ def run_checked(
         eps: of the normaliser; None for outputs that are not normalised.
         chunk_size: tokens per chunk.
         sequence_axis: shard_map axis over which T is split, or None.
-        target: what kernels are made for, if the form is "pallas".
+        target: what kernels are made for, if the form is "pallas"; with one token, None is the step by XLA.
     """
     initial_state = arrays[5]
     if initial_state is not None:
@@ -206,11 +208,12 @@ def _run(
 ) -> tuple[Array, Any]:
     state = mixer.zero_state(sizes) if initial_state is None else initial_state
     mixer = mixer.bind(parameters if sequence_axis is None else vary_like(parameters, v))
-    inputs = prepare_inputs(sizes, q, k, v, log_decay, segment_ids, sequence_axis, for_kernel=form == "pallas")
+    by_kernel = form in ("pallas", "step") and target is not None
+    inputs = prepare_inputs(sizes, q, k, v, log_decay, segment_ids, sequence_axis, for_kernel=by_kernel)
     state = group_heads(state, sizes.groups)
     with jax.named_scope(f"{mixer.name}_{form}"):
         if form == "step":
-            (num, den), state = _single_step(mixer, inputs, state)
+            (num, den), state = _single_step(mixer, inputs, state, target)
         elif form == "serial":
             (num, den), state = mixer.serial(inputs, state)
         elif form == "tokens":
@@ -233,7 +236,12 @@ def _decay(inputs: Inputs) -> Array:
     return jnp.exp(inputs.log_decay)
 
 
-def _single_step(mixer: Recurrence, inputs: Inputs, state: Any) -> tuple[Output, Any]:
+def _single_step(mixer: Recurrence, inputs: Inputs, state: Any, target: Target | None) -> tuple[Output, Any]:
+    if target is not None:
+        q, k, v = inputs.q[:, 0], inputs.k[:, 0], inputs.v[:, 0]
+        decay = None if inputs.log_decay is None else jnp.exp(inputs.log_decay[:, 0])
+        after, output = kernel_step(mixer, target, state, q, k, v, decay)
+        return jax.tree.map(lambda x: x[:, None], output), after
     q, k, v, a = jax.tree.map(lambda x: x[:, 0], (inputs.q, inputs.k, inputs.v, _decay(inputs)))
     after, output = mixer.step(state, q, k, v, a)
     if mixer.time_invariant and inputs.segments is not None:

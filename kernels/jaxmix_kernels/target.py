@@ -55,6 +55,14 @@ class Target:
             from jaxmix_kernels.linear_attention.tpu import decayed_attention
         return decayed_attention(*arrays, interpret=self.interpret, **options)
 
+    def decode(self, *arrays: Any, **options: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """The kernel of one token; see `jaxmix_kernels.decode.call`, which groups query heads for it."""
+        if self.platform == "gpu":
+            from jaxmix_kernels.decode.gpu import decode
+        else:
+            from jaxmix_kernels.decode.tpu import decode
+        return decode(*arrays, interpret=self.interpret, **options)
+
     def refusal(self, dtype: Any, *sizes: int) -> str | None:
         """Why the kernels cannot serve operands of `dtype` with these key and value sizes; None if they can."""
         if str(dtype) not in self.dtypes:
