@@ -21,12 +21,13 @@ from jax import lax
 
 from jaxmix_kernels.ahla import gpu as ahla
 from jaxmix_kernels.decays import CHUNK, ChunkDecays
-from jaxmix_kernels.gpu_chain import Link, chain_forward
+from jaxmix_kernels.gpu_chain import chain_forward
 from jaxmix_kernels.hla2 import gpu as hla2
 from jaxmix_kernels.hla3 import gpu as hla3
 from jaxmix_kernels.linear_attention import gpu
 from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
 from jaxmix_kernels.linear_attention.vjp import linear_attention
+from jaxmix_kernels.links import Link
 from jaxmix_kernels.target import Target
 from tests.kernels import reference
 

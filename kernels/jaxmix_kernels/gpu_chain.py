@@ -37,28 +37,12 @@ from jaxmix_kernels.gpu_chunks import (
     split_index,
 )
 from jaxmix_kernels.gpu_rings import Rings
+from jaxmix_kernels.links import Link
 
 Array = jax.Array
 
 _SLOTS = 2
 _VECTORS = ("enter", "leave", "high", "low", "run")
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """One linear attention of a chain.
-
-    Attributes:
-        keys: "k", or the result of a link before.
-        values: "k", "v", or the result of a link before.
-        result: its name; the last link's is "out".
-        power: exponent of the decays.
-    """
-
-    keys: str
-    values: str
-    result: str
-    power: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

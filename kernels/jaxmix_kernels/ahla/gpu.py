@@ -3,9 +3,8 @@
 from typing import Any
 
 from jaxmix_kernels.decays import Array, ChunkDecays
-from jaxmix_kernels.gpu_chain import Link, chain_forward
-
-LINKS = Link("k", "v", "vt"), Link("k", "vt", "out")
+from jaxmix_kernels.gpu_chain import chain_forward
+from jaxmix_kernels.links import AHLA as LINKS
 
 
 def ahla_forward(

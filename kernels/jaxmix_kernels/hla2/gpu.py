@@ -3,9 +3,8 @@
 from typing import Any
 
 from jaxmix_kernels.decays import Array, ChunkDecays
-from jaxmix_kernels.gpu_chain import Link, chain_forward
-
-LINKS = Link("k", "k", "kt"), Link("kt", "v", "out", power=2)
+from jaxmix_kernels.gpu_chain import chain_forward
+from jaxmix_kernels.links import HLA2 as LINKS
 
 
 def hla2_forward(

@@ -3,9 +3,8 @@
 from typing import Any
 
 from jaxmix_kernels.decays import Array, ChunkDecays
-from jaxmix_kernels.gpu_chain import Link, chain_forward
-
-LINKS = Link("k", "k", "kt"), Link("k", "v", "vt"), Link("kt", "vt", "out", power=3)
+from jaxmix_kernels.gpu_chain import chain_forward
+from jaxmix_kernels.links import HLA3 as LINKS
 
 _KEY_SIZE = 64
 
