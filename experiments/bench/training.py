@@ -18,9 +18,6 @@ from jaxmix.bench.loop import LoopOptions, to_timing
 from jaxmix.bench.report import Row
 from jaxmix.models import Decoder, DecoderConfig, flops_per_token, get_preset, parameter_count
 from jaxmix.nn import HLAConfig, SoftmaxAttentionConfig
-from jaxmix.train.config import OptimizerConfig
-from jaxmix.train.optimizer import make_optimizer
-from jaxmix.train.step import init_state, make_train_step, split_model
 
 LENGTHS = (4096, 16384)
 TOKENS = {"125m": 65536, "1.3b": 32768}
@@ -50,6 +47,11 @@ class TrainingEntry:
 
     def measure(self, loop: LoopOptions, ceilings: Ceilings) -> Row:
         """Times steps on one batch; the loss has to be finite and to fall."""
+        # jaxmix.train needs packages that a machine for benchmarks may lack; then only these rows are missing.
+        from jaxmix.train.config import OptimizerConfig
+        from jaxmix.train.optimizer import make_optimizer
+        from jaxmix.train.step import init_state, make_train_step, split_model
+
         structure, params = split_model(Decoder(self.config, rngs=nnx.Rngs(0)))
         steps = loop.runs + 2
         optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3, warmup_steps=1), steps + 1)

@@ -67,7 +67,7 @@ def test_a_training_step_is_timed_and_its_loss_falls():
 
 
 def test_a_step_that_does_not_learn_has_no_time(monkeypatch):
-    monkeypatch.setattr("experiments.bench.training.make_train_step", lambda *_: StandStill())
+    monkeypatch.setattr("jaxmix.train.step.make_train_step", lambda *_: StandStill())
     entry = TrainingEntry("hla2 tiny", get_preset("hla2-tiny"), batch=1, length=16)
     with pytest.raises(WrongResult, match=r"the loss went from 1\.000 to 1\.000"):
         entry.measure(LOOP, CEILINGS)
