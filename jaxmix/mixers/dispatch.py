@@ -100,11 +100,13 @@ def choose(
 def _find_step(mixer: str, implementation: str | None, operands: Operands) -> Target | None:
     """What a kernel of one token is made for; None where the step by XLA serves.
 
-    No compiler splits these kernels over devices, so that with several of them an explicit "pallas" or
-    `jax.shard_map` is needed.
+    No compiler splits these kernels over devices. With several, XLA serves outside `jax.shard_map`, even where "pallas"
+    is asked for, unless the target is another platform than that of the devices.
     """
     target, refusal = _find_kernel(mixer, None, None)
-    if refusal or operands.is_checked or (implementation is None and not _is_on_one_device()):
+    if target is None or refusal or operands.is_checked:
+        return None
+    if not _is_on_one_device() and (implementation is None or target.platform == jax.default_backend()):
         return None
     if refusal_of_a_step(operands.dtype, operands.key_size, operands.value_size, operands.sharing):
         return None

@@ -192,6 +192,8 @@ def test_when_the_kernels_are_taken(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     assert target() is None
     assert target("pallas") == GPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert target("pallas") is None
 
 
 @pytest.mark.parametrize("implementation", ["scan", "serial"])
