@@ -48,7 +48,7 @@ def decode(
 
     def kernel(*refs: Any) -> None:
         given = dict(zip((*names, "numerator", "denominator", "vectors"), refs, strict=True))
-        operator.step(_Tiles(given), **options)
+        operator.step(_Tiles(given, operator.fields), **options)
 
     call = plgpu.kernel(
         kernel,
@@ -71,7 +71,7 @@ def decode(
 class _Tiles:
     """The `Tiles` of one program. Vectors that weigh rows wait in shared memory."""
 
-    def __init__(self, refs: dict[str, Any]) -> None:
+    def __init__(self, refs: dict[str, Any], fields: dict[str, str]) -> None:
         _, groups, heads, self._size = refs["q"].shape
         program = lax.axis_index("program")
         sequence, group = lax.div(program, jnp.int32(groups)), lax.rem(program, jnp.int32(groups))
@@ -81,9 +81,17 @@ class _Tiles:
         self._refs = refs
         self._used = 0
         self.decay = refs["decay"][sequence, group] if "decay" in refs else 1.0
+        # All of them before the first wait, so that their latencies overlap.
         self.v = _load_row(refs["v"].at[sequence, of_key])
-        self.k = self.stand(_load_row(refs["k"].at[sequence, of_key]))
-        self.q = [self.stand(_load_row(refs["q"].at[sequence, group, r])) for r in range(heads)]
+        key = _load_row(refs["k"].at[sequence, of_key])
+        queries = [_load_row(refs["q"].at[sequence, group, r]) for r in range(heads)]
+        self._loaded = {
+            name: _load_row(refs[name].at[sequence, group, 0])
+            for name, axes in fields.items()
+            if axes == "D" and refs[name].shape[2] == 1
+        }
+        self.k = self.stand(key)
+        self.q = [self.stand(query) for query in queries]
 
     def _new(self, width: int) -> Any:
         """Room for a vector in shared memory."""
@@ -100,7 +108,7 @@ class _Tiles:
         return Vector(row, ref)
 
     def read(self, name: str, head: Any = 0) -> Any:
-        return _load_row(self._refs[name].at[*self._place, head])
+        return self._loaded[name] if name in self._loaded else _load_row(self._refs[name].at[*self._place, head])
 
     def write(self, name: str, row: Any, head: Any = 0) -> None:
         self._refs[name].at[*self._place, head][...] = row
