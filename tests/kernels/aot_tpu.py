@@ -20,6 +20,8 @@ HEADER = ("kernel", "dtype", "D, E", "chip", "seconds", "VMEM bytes", "temp byte
 LEGEND = """\
 Compiled with batch 8, 4096 tokens, 16 heads of queries, decays and states, and 4 heads of keys and values.
 
+Kernels of one token: batch 64, 16 heads, each with a state of its own; a grid step serves up to 8 of them.
+
 - seconds: to lower and compile, on this machine's CPU.
 - VMEM bytes: the most that a kernel of the program holds in scoped vector memory, double buffers included.
 - temp bytes: HBM that the program takes besides arguments and results. It counts copies between the layout in which
@@ -40,6 +42,8 @@ def cases():
     import jax.numpy as jnp
 
     from jaxmix_kernels.ahla.tpu import ahla_forward
+    from jaxmix_kernels.decode.call import decode
+    from jaxmix_kernels.decode.steps import OPERATORS
     from jaxmix_kernels.hla2.tpu import hla2_forward
     from jaxmix_kernels.hla3.tpu import hla3_forward
     from jaxmix_kernels.linear_attention import tpu, vjp
@@ -68,6 +72,13 @@ def cases():
         yield "hla2_forward", dtype, size, hla2_forward, (*tensors, decays, decays, initial, initial)
         yield "ahla_forward", dtype, size, ahla_forward, (*tensors, decays, initial, initial)
         yield "hla3_forward", dtype, size, hla3_forward, (*tensors, decays, decays, initial, initial, initial)
+        token, decay = jax.ShapeDtypeStruct((64, 16, size), dtype), jax.ShapeDtypeStruct((64, 16), jnp.float32)
+        for name, operator in OPERATORS.items():
+            options = {"ridge": 0.0, "masked": True} if name == "hla2" else {}
+            function = functools.partial(decode, name, target=Target("tpu"), **options)
+            shapes = ((64, 16, *[size] * len(axes)) for axes in operator.fields.values())
+            states = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+            yield f"{name}, one token", dtype, size, function, (token, token, token, decay, states)
     yield "linear_attention, gradient", dtype, size, gradient, case
 
 
