@@ -12,6 +12,7 @@ from jaxmix.arrays import Array, Dtype, einsum
 from jaxmix.mixers.decay import LogDecay
 from jaxmix.mixers.prefix import decayed_sum, prefix_scan
 from jaxmix.mixers.segments import Segments
+from jaxmix_kernels.links import Link, Links, follow
 
 
 def split_chunks(x: Array, size: int) -> Array:
@@ -207,6 +208,28 @@ class Chunks:
     def final(self, k: Array, v: Array, initial: Array, *, power: int = 1) -> Array:
         """The final state of `linear` alone."""
         return self.carry(self.outer(k, v, power=power), initial, power=power)[1]
+
+    def chain(
+        self, links: Links, q: Array, k: Array, v: Array, initials: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The links one after the other: the result of the last, and the final states of all.
+
+        Args:
+            links: the chain.
+            q: queries.
+            k: keys.
+            v: values.
+            initials: for every link the state before the first token.
+        """
+        shared: dict[tuple[str, int], Array] = {}
+
+        def attend(link: Link, keys: Array, values: Array, initial: Array) -> tuple[Array, Array]:
+            pair = link.keys, link.power
+            if pair not in shared:
+                shared[pair] = self.scores(q, keys, power=link.power)
+            return self.linear(q, keys, values, initial, power=link.power, scores=shared[pair])
+
+        return follow(links, k, v, initials, attend)
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:

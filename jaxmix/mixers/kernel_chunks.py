@@ -1,4 +1,4 @@
-"""Decayed linear attention by a Pallas kernel, with the methods of `Chunks` that the chunked forms use.
+"""Decayed linear attention, and chains of it, by Pallas kernels, with the methods of `Chunks` that chunked forms use.
 
 Arrays are [B, T, G, R, D], or [B, T, G, D] where the R query heads of a group share them. Queries, keys, values and
 what linear attentions give stay in the dtype of the inputs; states, decays and normalisers are float32. A normaliser
@@ -15,8 +15,10 @@ from jaxmix.arrays import Array, Dtype
 from jaxmix.mixers.chunking import Chunks, join_chunks, split_chunks
 from jaxmix.mixers.dispatch import KERNEL_CHUNK
 from jaxmix.mixers.segments import Segments
+from jaxmix_kernels.chain.vjp import chain, is_fused
 from jaxmix_kernels.decays import ChunkDecays
 from jaxmix_kernels.linear_attention.vjp import final_state, linear_attention
+from jaxmix_kernels.links import Link, Links, follow
 from jaxmix_kernels.target import Target
 
 
@@ -60,12 +62,7 @@ class KernelChunks:
         """The inverse of `beside`."""
         return x.matrix, x.vector[..., 0]
 
-    def scores(self, q: Array, k: Array, *, power: int = 1) -> None:
-        """Nothing: the kernel computes the scores inside a chunk anew for every linear attention."""
-
-    def linear(
-        self, q: Array, k: Array, v: Any, initial: Any, *, power: int = 1, scores: None = None
-    ) -> tuple[Any, Any]:
+    def linear(self, q: Array, k: Array, v: Any, initial: Any, *, power: int = 1) -> tuple[Any, Any]:
         """Causal linear attention LA(q, k, v; a^power) and its final state, as `Chunks.linear`."""
         if isinstance(v, Moments):
             out, final = self.linear(q, k, v.matrix, initial.matrix, power=power)
@@ -83,6 +80,34 @@ class KernelChunks:
             return Moments(self.final(k, v.matrix, initial.matrix, power=power), vector)
         arrays = _merge_heads(k), _merge_heads(v), self._decays(power), _merge_state(initial)
         return final_state(*arrays, target=self.target).reshape(initial.shape)
+
+    def chain(
+        self, links: Links, q: Array, k: Array, v: Moments, initials: tuple[Any, ...]
+    ) -> tuple[Moments, tuple[Any, ...]]:
+        """The result of the last link and the final states of all, as `Chunks.chain`: by one kernel where that serves.
+
+        The normaliser follows the links by itself, and computes anew the keys that the kernel keeps for itself.
+        """
+        decays = {link.power: self._decays(link.power) for link in links}
+        matrices = tuple(x.matrix if isinstance(x, Moments) else x for x in initials)
+        starts = tuple(_merge_state(x) for x in matrices)
+        arrays = _merge_heads(q), _merge_heads(k), _merge_heads(v.matrix), decays, starts
+        if not is_fused(links, *arrays, target=self.target):
+            return follow(links, k, v, initials, lambda link, *x: self.linear(q, *x, power=link.power))
+        out, states = chain(links, self.target, *arrays)
+        queries = self._cut(q)
+
+        def attend(link: Link, keys: Any, values: Any, initial: Any) -> tuple[Any, Any]:
+            if not isinstance(initial, Moments):
+                return self.linear(q, keys, values, initial, power=link.power)
+            return self.chunks.linear(queries, self._cut(keys), values, initial.vector, power=link.power)
+
+        den, vectors = follow(links, k, self._cut(v.vector), initials, attend)
+        finals = []
+        for initial, matrix, state, vector in zip(initials, matrices, states, vectors, strict=True):
+            final = state.reshape(matrix.shape)
+            finals.append(Moments(final, vector) if isinstance(initial, Moments) else final)
+        return Moments(out.reshape(*q.shape[:-1], -1), join_chunks(den, q.shape[1])), tuple(finals)
 
     def _cut(self, x: Array) -> Array:
         """What XLA takes: chunks in the dtype of states, with a head for every state."""

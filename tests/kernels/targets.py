@@ -8,9 +8,9 @@ from tests.kernels import reference
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceTarget(Target):
-    """Runs the reference of the primitive, also in float64; `busy` heads fill it."""
+    """Runs the reference of the primitive, also in float64, and has no fused kernels; `busy` heads fill it."""
 
-    platform: str = "tpu"
+    platform: str = "reference"
     busy: int = 1
 
     @property

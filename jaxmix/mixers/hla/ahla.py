@@ -12,6 +12,7 @@ from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.linear_attention import outer, read_rows, token_decay
 from jaxmix.mixers.recurrence import Output, Recurrence, run
 from jaxmix.mixers.state import KeyValueState
+from jaxmix_kernels.links import AHLA
 
 
 @jax.tree_util.register_dataclass
@@ -93,9 +94,8 @@ class _AHLA(Recurrence):
 
     def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         """LA(q, k, LA(q, k, v; a); a): the carried matrices are P and E."""
-        scores = chunks.scores(q, k)
-        values, inner = chunks.linear(q, k, v, chunks.beside(state.P, state.m), scores=scores)
-        out, second = chunks.linear(q, k, values, chunks.beside(state.E, state.n), scores=scores)
+        initials = chunks.beside(state.P, state.m), chunks.beside(state.E, state.n)
+        out, (inner, second) = chunks.chain(AHLA, q, k, v, initials)
         return out, AHLAState(*chunks.apart(inner), *chunks.apart(second))
 
     def read(self, state: Any, q: Array) -> Output:

@@ -12,6 +12,7 @@ from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.hla.hla2_summary import HLA2PrintedSummary, HLA2State, HLA2Summary, read_hla2
 from jaxmix.mixers.linear_attention import outer
 from jaxmix.mixers.recurrence import Output, Recurrence, run
+from jaxmix_kernels.links import HLA2
 
 DecayForm = Literal["masked", "printed"]
 
@@ -44,11 +45,7 @@ class _HLA2(Recurrence):
         return state, self.read(dataclasses.replace(state, S=state.S[:, :, None]), q)
 
     def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-        """kt = S_t q_t = LA(q, k, k; a) first; everything else is linear attention with keys or queries kt."""
-        kt, s = chunks.linear(q, k, k, state.S.mT)
-        s = s.mT
-        scores = chunks.scores(q, kt, power=2) if self.masked and self.decay_form == "masked" else None
-
+        """Masked, LA(q, kt, v; a^2) with kt = LA(q, k, k; a), that is S_t q_t."""
         c, g = chunks.beside(state.C, state.m), chunks.beside(state.G, state.h)
         c_final = chunks.final(q, v, c)
 
@@ -57,6 +54,7 @@ class _HLA2(Recurrence):
             return chunks.linear(chunks.linear(q, k, k, state.S)[0], q, v, c)[0]
 
         if self.decay_form == "printed":
+            s = chunks.final(k, k, state.S.mT)
             values, _ = chunks.linear(k, q, v, c, strict=True)
             subtracted, g = chunks.linear(q, k, values, g)
             out = _minus(all_pairs(), subtracted)
@@ -64,13 +62,14 @@ class _HLA2(Recurrence):
             # F = S C - G, the part of S C with i <= j, streams without cancellation; G follows from it.
             f = _minus(_apply(state.S, c), g)
             if self.masked:
-                out, f = chunks.linear(q, kt, v, f, power=2, scores=scores)
+                out, (s, f) = chunks.chain(HLA2, q, k, v, (state.S.mT, f))
             else:
+                kt, s = chunks.linear(q, k, k, state.S.mT)
                 out, f = all_pairs(), chunks.final(kt, v, f, power=2)
-            g = _minus(_apply(s, c_final), f)
+            g = _minus(_apply(s.mT, c_final), f)
         if self.ridge:
             out = jax.tree.map(lambda x, y: x + self.ridge * y, out, chunks.linear(q, q, v, c)[0])
-        return out, HLA2State(s, *chunks.apart(c_final), *chunks.apart(g))
+        return out, HLA2State(s.mT, *chunks.apart(c_final), *chunks.apart(g))
 
     def read(self, state: Any, q: Array) -> Output:
         return read_hla2(state, q, ridge=self.ridge, masked=self.masked)

@@ -11,6 +11,7 @@ from jaxmix.mixers.dispatch import Implementation
 from jaxmix.mixers.hla.hla3_summary import HLA3PrintedSummary, HLA3State, HLA3Summary
 from jaxmix.mixers.linear_attention import outer, read_rows
 from jaxmix.mixers.recurrence import Output, Recurrence, run
+from jaxmix_kernels.links import HLA3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +33,8 @@ class _HLA3(Recurrence):
 
     def chunked(self, chunks: Chunks, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         """LA(q, kt, vt; a^3) with kt = LA(q, k, k; a) and vt = LA(q, k, v; a)."""
-        first = chunks.scores(q, k)
-        kt, s = chunks.linear(q, k, k, state.S.mT, scores=first)
-        scores = chunks.scores(q, kt, power=3)
-
-        vt, p = chunks.linear(q, k, v, chunks.beside(state.P, state.m), scores=first)
-        out, f = chunks.linear(q, kt, vt, chunks.beside(state.F, state.f), power=3, scores=scores)
+        initials = state.S.mT, chunks.beside(state.P, state.m), chunks.beside(state.F, state.f)
+        out, (s, p, f) = chunks.chain(HLA3, q, k, v, initials)
         return out, HLA3State(s.mT, chunks.final(q, q, state.Q), *chunks.apart(p), *chunks.apart(f))
 
     def read(self, state: Any, q: Array) -> Output:

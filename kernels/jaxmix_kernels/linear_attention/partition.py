@@ -1,4 +1,4 @@
-"""How arrays of the primitive are split over devices: batches and heads, each device by itself.
+"""How arrays of a kernel are split over devices: batches and heads, each device by itself.
 
 Under plain `jax.jit` a compiler that meets a kernel does not know that sequences and heads are independent, and refuses
 to split it. The rule here says so. On one device and inside `jax.shard_map` it has no part, and TPUs do not know such
@@ -12,28 +12,70 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmix_kernels.decays import Result
+from jaxmix_kernels.decays import ChunkDecays
+
+Array = jax.Array
+
+Axes = tuple[int, ...]
+"""The axis that counts heads, one for each array, or tree of arrays, of a tuple; in `ChunkDecays` it is 1."""
 
 
-def partitioned(primitive: Callable[..., Result], arrays: tuple[Any, ...]) -> Result:
-    """`primitive(*arrays)`, split over devices along batch and heads.
+def spread(
+    kernel: Callable[..., tuple[Any, ...]], arrays: tuple[Any, ...], axes: Axes, results: Axes, *, splits: bool
+) -> Any:
+    """`kernel(*arrays)`; under `jax.vmap` the new axis joins the batch, and devices share batch and heads.
+
+    Args:
+        kernel: a function of the arrays, all of which count the batch in front, as its results do.
+        arrays: its arguments, None for those that are not there.
+        axes: those of the arguments.
+        results: those of the results.
+        splits: whether a compiler may split the kernel under plain `jax.jit`.
+    """
+
+    @custom_vmap
+    def call(*arrays: Any) -> Any:
+        return partitioned(kernel, arrays, axes, results) if splits else kernel(*arrays)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
+        def fold(x: Array, has_axis: bool) -> Array:
+            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        result = call(*jax.tree.map(fold, arrays, tuple(batched)))
+        unfolded = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), result)
+        return unfolded, jax.tree.map(lambda _: True, unfolded)
+
+    return call(*arrays)
+
+
+def partitioned(
+    kernel: Callable[..., tuple[Any, ...]], arrays: tuple[Any, ...], axes: Axes, results: Axes
+) -> tuple[Any, ...]:
+    """`kernel(*arrays)`, split over devices along batch and heads.
 
     Heads are split where every array has H heads, or G, or one, for one G > 1, and over numbers of devices that divide
     G: a device then has whole groups.
 
     Args:
-        primitive: a function of the arrays.
-        arrays: a, b, c, decays, initial and weights of the primitive, None for those that are not there.
+        kernel: a function of the arrays.
+        arrays: its arguments, None for those that are not there.
+        axes: those of the arguments.
+        results: those of the results.
     """
     leaves, structure = jax.tree.flatten(arrays)
-    shapes, result_structure = jax.tree.flatten(jax.eval_shape(primitive, *arrays))
-    head_axes, result_axes = _head_axes(arrays, result_structure)
+    result = jax.eval_shape(kernel, *arrays)
+    shapes, result_structure = jax.tree.flatten(result)
+    head_axes, result_axes = _mark(arrays, axes), _mark(result, results)
 
     def flat(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(primitive(*jax.tree.unflatten(structure, leaves)))
+        return jax.tree.leaves(kernel(*jax.tree.unflatten(structure, leaves)))
 
     counts = {x.shape[axis] for x, axis in zip(leaves + shapes, head_axes + result_axes, strict=True) if axis} - {1}
     groups, heads = (min(counts), max(counts)) if counts and len(counts) <= 2 else (0, 0)
@@ -81,16 +123,13 @@ def partitioned(primitive: Callable[..., Result], arrays: tuple[Any, ...]) -> Re
     return jax.tree.unflatten(result_structure, call(*leaves))
 
 
-def _head_axes(arrays: tuple[Any, ...], results: Any) -> tuple[list[int], list[int]]:
-    """The axis that counts heads, of every array and of every result; 0 where there is none."""
-    a, b, c, decays, initial, weights = arrays
+def _mark(arrays: tuple[Any, ...], axes: Axes) -> list[int]:
+    """The axis that counts heads, of every leaf; 0 where there is none."""
 
     def mark(x: Any, axis: int) -> Any:
-        return jax.tree.map(lambda _: axis, x)
+        marked = jax.tree.map(lambda _: axis, x)
+        if isinstance(x, ChunkDecays):
+            marked = dataclasses.replace(marked, run=None if x.run is None else 0)
+        return marked
 
-    of_decays = mark(decays, 1)
-    if decays is not None:
-        of_decays = dataclasses.replace(of_decays, run=mark(decays.run, 0))
-    marked = mark((a, b, c), 2), of_decays, mark(initial, 1), mark(weights, 2)
-    given = jax.tree.unflatten(results, range(results.num_leaves))
-    return jax.tree.leaves(marked), jax.tree.leaves((mark(given.out, 2), mark(given.final, 1), mark(given.dots, 1)))
+    return jax.tree.leaves([mark(x, axis) for x, axis in zip(arrays, axes, strict=True)])

@@ -21,10 +21,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from jaxmix_kernels.decays import CHUNK, ChunkDecays, Result
-from jaxmix_kernels.linear_attention.partition import partitioned
+from jaxmix_kernels.linear_attention.partition import spread
 from jaxmix_kernels.linear_attention.pieces import (
     choose_pieces,
     join_pieces,
@@ -85,8 +84,30 @@ def final_state(k: Array, v: Array, decays: ChunkDecays | None, initial: Array |
     return _call(None, k, v, decays, initial, target)[1]
 
 
+def recalled(
+    q: Array,
+    k: Array,
+    v: Array,
+    decays: ChunkDecays | None,
+    initial: Array | None,
+    final: Array,
+    *,
+    target: Target,
+) -> tuple[Array, Array]:
+    """What `linear_attention` gives, for its gradients alone: outputs are zeros, `final` is known; no kernel runs."""
+    out, final = _call(q, k, v, decays, initial, target, final)
+    assert out is not None
+    return out, final
+
+
 def _call(
-    q: Array | None, k: Array, v: Array, decays: ChunkDecays | None, initial: Array | None, target: Target
+    q: Array | None,
+    k: Array,
+    v: Array,
+    decays: ChunkDecays | None,
+    initial: Array | None,
+    target: Target,
+    known: Array | None = None,
 ) -> tuple[Array | None, Array]:
     length, key_size, value_size = k.shape[1], k.shape[3], v.shape[3]
     refusal = target.refusal(v.dtype, key_size, value_size)
@@ -103,7 +124,8 @@ def _call(
         decays = pad_chunks(decays, max(pieces))
         steps, decays = decays.steps, jax.lax.stop_gradient(dataclasses.replace(decays, steps=None))
     plan = _Plan(target, *pieces, q is not None)
-    out, final = _attend(plan, q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
+    arrays = q, k, v, decays, steps, pad_sizes(initial, (2, 3))
+    out, final = _attend(plan, *arrays) if known is None else _recall(plan, *arrays, pad_sizes(known, (2, 3)))
     return None if out is None else out[:, :length, :, :value_size], final[:, :, :key_size, :value_size]
 
 
@@ -173,6 +195,44 @@ def _backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 _attend.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recall(
+    plan: _Plan,
+    q: Array,
+    k: Array,
+    v: Array,
+    decays: ChunkDecays | None,
+    steps: Array | None,
+    initial: Array,
+    final: Array,
+) -> tuple[Array, Array]:
+    """Zeros and `final`, with the gradients of `_attend`."""
+    return _recall_forward(plan, q, k, v, decays, steps, initial, final)[0]
+
+
+def _recall_forward(
+    plan: _Plan,
+    q: Array,
+    k: Array,
+    v: Array,
+    decays: ChunkDecays | None,
+    steps: Array | None,
+    initial: Array,
+    final: Array,
+) -> tuple[Any, Any]:
+    ks, vs = split_tokens(k, plan.pieces), split_tokens(v, plan.pieces)
+    starts = _starts(plan.target, ks, vs, decays, initial, q.shape[2], plan.pieces)
+    out = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
+    return (out, final), (q, k, v, decays, steps, initial, starts, final)
+
+
+def _recall_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    return *_backward(plan, residuals, cotangents), None
+
+
+_recall.defvjp(_recall_forward, _recall_backward)
+
+
 def _run(
     target: Target,
     a: Array | None,
@@ -185,27 +245,15 @@ def _run(
     reverse: bool = False,
     outputs: bool = True,
 ) -> Result:
-    """The primitive; under `jax.vmap` the new axis joins the batch, and devices share batch and heads."""
+    """The primitive."""
 
     def primitive(*arrays: Any) -> Result:
         *arguments, weights = arrays
         return target.decayed_attention(*arguments, weights=weights, reverse=reverse, outputs=outputs)
 
-    @custom_vmap
-    def call(*arrays: Any) -> Result:
-        return partitioned(primitive, arrays) if target.splits else primitive(*arrays)
-
-    @call.def_vmap
-    def _(size: int, batched: Any, *arrays: Any) -> tuple[Result, Any]:
-        def fold(x: Array, has_axis: bool) -> Array:
-            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        result = call(*jax.tree.map(fold, arrays, tuple(batched)))
-        unfolded = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), result)
-        return unfolded, jax.tree.map(lambda _: True, unfolded)
-
-    return call(a, b, c, decays, initial, weights)
+    return spread(
+        primitive, (a, b, c, decays, initial, weights), (2, 2, 2, 1, 1, 2), (2, 1, 1, 1), splits=target.splits
+    )
 
 
 def _starts(

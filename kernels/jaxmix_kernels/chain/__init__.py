@@ -1,0 +1,1 @@
+"""Chains of decayed linear attentions, their forward pass in one kernel."""
