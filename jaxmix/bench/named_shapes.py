@@ -23,6 +23,7 @@ from jaxmix.bench.jax_cases import (
 from jaxmix.bench.loop import LoopOptions
 from jaxmix.bench.report import Row
 from jaxmix.bench.shapes import SHAPES, Shape
+from jaxmix.mixers.dispatch import KERNELS
 
 Peers = Callable[[str, str], Mapping[str, Case]]
 """(mixer, suite) to more rows of it by title."""
@@ -110,6 +111,8 @@ def mixer_cases(mixer: str, suite: str) -> dict[str, Case]:
     cases = {mixer: mixer_case(mixer)}
     if suite == "anchors":
         cases[f"{mixer}, scan"] = mixer_case(mixer, implementation="scan")
+    if suite == "streams" and mixer in KERNELS:
+        cases[f"{mixer}, kernel"] = mixer_case(mixer, implementation="pallas")
     return cases
 
 

@@ -62,7 +62,8 @@ def choose(
     and v are bfloat16, T >= 64, D and E are between 32 and 128, and `chunk_size` is 64; with several TPUs the call must
     also be inside `jax.shard_map`. Everything else is served by the scan.
 
-    One token takes a direct step whatever the form is, by the kernel for that if the choice has a target.
+    One token takes a direct step whatever the form is, by the kernel for that if the choice has a target, which it has
+    only where "pallas" is asked for: the kernels of one token have not run on a device yet.
 
     Raises:
         ValueError: for an unknown implementation or a bad `chunk_size` or `sequence_axis`.
@@ -80,9 +81,9 @@ def choose(
         )
     if implementation in ("pallas", None):
         one_token = operands is not None and operands.length == 1 and sequence_axis is None
-        by_step = _find_step(mixer, implementation, operands) if operands is not None and one_token else None
-        if by_step is not None:
-            return Choice("pallas", f"a Pallas kernel for {by_step.platform.upper()}s serves one token", by_step)
+        by_step = _find_step(mixer, operands) if operands is not None and one_token else None
+        if implementation == "pallas" and by_step is not None:
+            return Choice("pallas", ASKED, by_step)
         target, refusal = _find_kernel(mixer, sequence_axis, operands)
         if implementation == "pallas":
             if target is None or refusal:
@@ -97,16 +98,16 @@ def choose(
     return Choice(implementation, ASKED)
 
 
-def _find_step(mixer: str, implementation: str | None, operands: Operands) -> Target | None:
+def _find_step(mixer: str, operands: Operands) -> Target | None:
     """What a kernel of one token is made for; None where the step by XLA serves.
 
-    No compiler splits these kernels over devices. With several, XLA serves outside `jax.shard_map`, even where "pallas"
-    is asked for, unless the target is another platform than that of the devices.
+    No compiler splits these kernels over devices. With several, XLA serves outside `jax.shard_map`, unless the target
+    is another platform than that of the devices.
     """
     target, refusal = _find_kernel(mixer, None, None)
     if target is None or refusal or operands.is_checked:
         return None
-    if not _is_on_one_device() and (implementation is None or target.platform == jax.default_backend()):
+    if not _is_on_one_device() and target.platform == jax.default_backend():
         return None
     if refusal_of_a_step(operands.dtype, operands.key_size, operands.value_size, operands.sharing):
         return None

@@ -169,28 +169,26 @@ def test_when_the_kernels_are_taken(monkeypatch):
         operands = Operands(**(vars(fine) | change))
         return choose(mixer, implementation, 64, sequence_axis, operands=operands).target
 
-    assert target() is None
+    with pytest.raises(NotImplementedError, match="need a Hopper GPU or a TPU"):
+        target("pallas")
     monkeypatch.setattr(dispatch, "current_target", lambda: GPU)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert target() == target("pallas") == target(dtype="float32") == target("pallas", dtype="float32") == GPU
-    assert target("scan") is target("serial") is None
-    for change in (
-        {"mixer": "hla2_printed"},
-        {"mixer": "gated_delta_rule"},
-        {"sequence_axis": "sequence"},
-        {"dtype": "float64"},
-        {"dtype": "mixed"},
-        {"key_size": 48},
-        {"value_size": 256},
-        {"is_checked": True},
-        {"sharing": 9},
+    assert target("pallas") == target("pallas", dtype="float32") == GPU
+    assert target() is target("scan") is target("serial") is None
+    for change in ({"key_size": 48}, {"sharing": 9}):
+        assert target("pallas", **change) is None, change
+    for change, message in (
+        ({"mixer": "hla2_printed"}, "no Pallas kernel"),
+        ({"mixer": "gated_delta_rule"}, "no Pallas kernel"),
+        ({"sequence_axis": "sequence"}, "do not split T"),
+        ({"dtype": "float64"}, "not float64"),
+        ({"dtype": "mixed"}, "of one dtype"),
+        ({"value_size": 256}, "up to 128, not 256"),
+        ({"is_checked": True}, "check_vma=False"),
     ):
-        assert target(**change) is None, change
-    assert target("pallas", key_size=48) is None
-    with pytest.raises(NotImplementedError, match="up to 128, not 256"):
-        target("pallas", value_size=256)
+        with pytest.raises(NotImplementedError, match=message):
+            target("pallas", **change)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert target() is None
     assert target("pallas") == GPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert target("pallas") is None
