@@ -38,19 +38,28 @@ class KernelChunks:
         groups: heads that keep a state of their own, G.
         dtype: dtype of states.
         target: what kernels are made for.
+        fused: chains may be one kernel; not where normalisers read what that keeps for itself.
     """
 
     chunks: Chunks
     groups: int
     dtype: Dtype
     target: Target
+    fused: bool
 
     @classmethod
     def cut(
-        cls, log_decay: Array | None, segments: Segments | None, groups: int, dtype: Dtype, target: Target
+        cls,
+        log_decay: Array | None,
+        segments: Segments | None,
+        groups: int,
+        dtype: Dtype,
+        target: Target,
+        *,
+        fused: bool,
     ) -> "KernelChunks":
         """From `log_decay` [B, T, G] and `segments` of [B, T]."""
-        return cls(Chunks.cut(log_decay, segments, KERNEL_CHUNK), groups, dtype, target)
+        return cls(Chunks.cut(log_decay, segments, KERNEL_CHUNK), groups, dtype, target, fused)
 
     @staticmethod
     def beside(matrix: Array, vector: Array) -> Moments:
@@ -92,7 +101,7 @@ class KernelChunks:
         matrices = tuple(x.matrix if isinstance(x, Moments) else x for x in initials)
         starts = tuple(_merge_state(x) for x in matrices)
         arrays = _merge_heads(q), _merge_heads(k), _merge_heads(v.matrix), decays, starts
-        if not is_fused(links, *arrays, target=self.target):
+        if not self.fused or not is_fused(links, *arrays, target=self.target):
             return follow(links, k, v, initials, lambda link, *x: self.linear(q, *x, power=link.power))
         out, states = chain(links, self.target, *arrays)
         queries = self._cut(q)

@@ -220,7 +220,7 @@ def _run(
             (num, den), state = _token_scan(mixer, inputs, state, sequence_axis)
         elif form == "pallas":
             assert target is not None
-            (num, den), state = _kernel(mixer, inputs, state, sizes, target)
+            (num, den), state = _kernel(mixer, inputs, state, sizes, target, fused=eps is None)
         else:
             (num, den), state = _chunk_scan(mixer, inputs, state, min(chunk_size, sizes.length), sequence_axis)
     out = num if eps is None or den is None else num / (den[..., None] + eps)
@@ -265,8 +265,10 @@ def _chunk_scan(mixer: Recurrence, inputs: Inputs, state: Any, size: int, sequen
     return apart(out) if mixer.normalizes else (out, None), state
 
 
-def _kernel(mixer: Recurrence, inputs: Inputs, state: Any, sizes: Sizes, target: Target) -> tuple[Output, Any]:
-    chunks: Any = KernelChunks.cut(inputs.log_decay, inputs.segments, sizes.groups, sizes.dtype, target)
+def _kernel(
+    mixer: Recurrence, inputs: Inputs, state: Any, sizes: Sizes, target: Target, *, fused: bool
+) -> tuple[Output, Any]:
+    chunks: Any = KernelChunks.cut(inputs.log_decay, inputs.segments, sizes.groups, sizes.dtype, target, fused=fused)
     values = chunks.beside(inputs.v, jnp.ones_like(inputs.v[..., 0], sizes.dtype))
     out, state = mixer.chunked(chunks, inputs.q, inputs.k, values, state)
     return chunks.apart(out), state

@@ -71,7 +71,7 @@ def test_equals_the_scan_with_every_gradient_after_a_state_and_around_padding(na
     padded = (IDS == 0)[..., None]
     with_nan = {key: jnp.where(padded if x.ndim == 3 else padded[..., None], jnp.nan, x) for key, x in inputs.items()}
     arguments = with_nan | {"initial_state": state}
-    options = {"mixer": mixer, "segment_ids": IDS, "normalize": True, "eps": 10.0}
+    options = {"mixer": mixer, "segment_ids": IDS}
     actual, expected = (
         jax.jit(with_gradients(functools.partial(mix, implementation=form, **options)))(arguments)
         for form in ("pallas", "scan")
@@ -177,10 +177,11 @@ def test_one_kernel_forward_and_backward_no_kernel_for_what_nothing_reads(name, 
 
 @pytest.mark.parametrize(
     ("change", "count"),
-    [({"tokens": 4096, "heads": 2}, 2 * 2), ({"key_size": 32}, 2)],
-    ids=["sequences cut in time", "a size without a fused kernel"],
+    [({"tokens": 4096, "heads": 2}, 2 * 2), ({"key_size": 32}, 2), ({"normalize": True}, 2)],
+    ids=["sequences cut in time", "a size without a fused kernel", "normalised"],
 )
 def test_where_no_fused_kernel_serves_the_links_run_one_after_the_other(change, count):
+    change = dict(change)
+    forward = functools.partial(mix, target=Target("gpu"), normalize=change.pop("normalize", False))
     inputs = jax.eval_shape(functools.partial(draw, **({"dtype": BF16, "key_size": 64, "tokens": 128} | change)))
-    forward = functools.partial(mix, target=Target("gpu"))
     assert kernels(lambda inputs: forward(inputs)[0], inputs, platform="cuda") == count
