@@ -81,9 +81,10 @@ def choose(
         )
     if implementation in ("pallas", None):
         one_token = operands is not None and operands.length == 1 and sequence_axis is None
-        by_step = _find_step(mixer, operands) if operands is not None and one_token else None
-        if implementation == "pallas" and by_step is not None:
-            return Choice("pallas", ASKED, by_step)
+        if implementation == "pallas" and operands is not None and one_token:
+            by_step = _find_step(mixer, operands)
+            if by_step is not None:
+                return Choice("pallas", ASKED, by_step)
         target, refusal = _find_kernel(mixer, sequence_axis, operands)
         if implementation == "pallas":
             if target is None or refusal:

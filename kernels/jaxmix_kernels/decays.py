@@ -13,6 +13,8 @@ Array = jax.Array
 
 CHUNK = 64
 """Tokens per chunk of every kernel, C."""
+SIZES = (32, 64, 128)
+"""Key and value sizes that the kernels have."""
 
 
 @jax.tree_util.register_dataclass

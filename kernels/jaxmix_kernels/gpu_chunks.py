@@ -14,12 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmix_kernels.decays import CHUNK
+from jaxmix_kernels.decays import CHUNK, SIZES
 
 Array = jax.Array
-
-SIZES = (32, 64, 128)
-"""Key and value sizes that the kernels take."""
 
 COLUMNS = 64
 """Columns of a state that one warpgroup keeps in registers, at most."""

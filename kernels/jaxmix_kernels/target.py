@@ -8,10 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmix_kernels.decays import Result
-
-LARGEST_SIZE = 128
-"""Largest key or value size that kernels serve."""
+from jaxmix_kernels.decays import SIZES, Result
 
 _DTYPES = {"gpu": ("bfloat16",), "tpu": ("bfloat16", "float32")}
 _PROGRAMS = {"gpu": 132, "tpu": 1}
@@ -67,8 +64,8 @@ class Target:
         """Why the kernels cannot serve operands of `dtype` with these key and value sizes; None if they can."""
         if str(dtype) not in self.dtypes:
             return f"the {self.platform} kernels take {' or '.join(self.dtypes)}, not {dtype}"
-        if max(sizes) > LARGEST_SIZE:
-            return f"the kernels take key and value sizes up to {LARGEST_SIZE}, not {max(sizes)}"
+        if max(sizes) > SIZES[-1]:
+            return f"the kernels take key and value sizes up to {SIZES[-1]}, not {max(sizes)}"
         return None
 
 

@@ -13,10 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxmix_kernels.decays import CHUNK, Array, ChunkDecays
-
-SIZES = (32, 64, 128)
-"""Key and value sizes that the kernels serve."""
+from jaxmix_kernels.decays import CHUNK, SIZES, Array, ChunkDecays
 
 TILE = 2 * CHUNK
 """Tokens that a kernel works on at a time: two chunks, which fill the 128 lanes of a TPU's registers."""

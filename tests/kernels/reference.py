@@ -8,6 +8,23 @@ import numpy as np
 
 from jaxmix_kernels.decays import CHUNK, ChunkDecays, Result
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "mixed decays and segments": {},
+    "every array with its own number of heads": {
+        "heads": 8,
+        "b_heads": 4,
+        "c_heads": 2,
+        "decay_heads": 1,
+        "weights_heads": 4,
+        "state_heads": 2,
+        "tokens": 2 * CHUNK,
+    },
+    "decays of -80": {"decay": -80.0, "segments": False},
+    "segments without decay": {"decay": None},
+    "one chunk": {"tokens": CHUNK, "key_size": 128, "value_size": 32},
+}
+"""Arguments of `random_case` that every kernel is checked with."""
+
 
 def decayed_attention(
     a, b, c, decays, initial, *, weights=None, reverse=False, outputs=True, interpret=False, chunk=CHUNK

@@ -17,21 +17,9 @@ from tests.tolerances import assert_close
 TOLERANCE = 5e-3
 
 CASES = {
-    "mixed decays and segments": {},
-    "every array with its own number of heads": {
-        "heads": 8,
-        "b_heads": 4,
-        "c_heads": 2,
-        "decay_heads": 1,
-        "weights_heads": 4,
-        "state_heads": 2,
-        "tokens": 2 * CHUNK,
-    },
+    **reference.LAYOUTS,
     "weak decays": {"decay": "weak", "segments": False, "key_size": 64},
-    "decays of -80": {"decay": -80.0, "segments": False},
-    "segments without decay": {"decay": None},
     "neither decay nor segments": {"decay": None, "segments": False, "value_size": 32},
-    "one chunk": {"tokens": CHUNK, "key_size": 128, "value_size": 32},
     "two blocks of columns": {"key_size": 128, "value_size": 128},
 }
 

@@ -14,22 +14,10 @@ from tests.kernels import reference, tpu_checks
 from tests.tolerances import FORMS, assert_close
 
 CASES = {
-    "mixed decays and segments": {},
-    "every array with its own number of heads": {
-        "heads": 8,
-        "b_heads": 4,
-        "c_heads": 2,
-        "decay_heads": 1,
-        "weights_heads": 4,
-        "state_heads": 2,
-        "tokens": 2 * CHUNK,
-    },
+    **reference.LAYOUTS,
     "weak decays": {"decay": "weak", "segments": False},
-    "decays of -80": {"decay": -80.0, "segments": False},
-    "segments without decay": {"decay": None},
     "neither decay nor segments": {"decay": None, "segments": False},
     "padded to two grid steps": {"tokens": 5 * CHUNK, "batch": 1, "heads": 2},
-    "one chunk": {"tokens": CHUNK, "key_size": 128, "value_size": 32},
     "bfloat16": {"dtype": jnp.bfloat16, "value_size": 128},
 }
 

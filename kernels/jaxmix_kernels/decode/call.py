@@ -3,15 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
+from jaxmix_kernels.decays import SIZES
+from jaxmix_kernels.linear_attention.partition import spread
 from jaxmix_kernels.target import Target
 
 Array = jax.Array
 
-SIZES = (32, 64, 128)
-"""Key and value sizes that the kernels take."""
 MOST_HEADS = 8
 """Most query heads that share a state."""
 DTYPES = ("bfloat16", "float32")
@@ -70,23 +68,12 @@ def decode(
     if reason is not None:
         raise NotImplementedError(f"{name}: {reason}")
 
-    @custom_vmap
-    def call(q: Array, k: Array, v: Array, decay: Any, states: Any) -> Any:
+    def kernel(q: Array, k: Array, v: Array, decay: Any, states: Any) -> Any:
         def grouped(x: Array) -> Array:
             return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
 
         return target.decode(name, grouped(q), k, v, decay, tuple(map(grouped, states)), **options)
 
-    @call.def_vmap
-    def _(size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
-        def fold(x: Array, has_axis: bool) -> Array:
-            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        results = call(*jax.tree.map(fold, arrays, tuple(batched)))
-        unfolded = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
-        return unfolded, jax.tree.map(lambda _: True, unfolded)
-
-    numerator, denominator, after = call(q, k, v, decay, tuple(states))
+    numerator, denominator, after = spread(kernel, (q, k, v, decay, tuple(states)), (), (), splits=False)
     numerator, denominator = (x.reshape(*q.shape[:2], *x.shape[3:]) for x in (numerator, denominator))
     return numerator, denominator, tuple(x.reshape(y.shape) for x, y in zip(after, states, strict=True))

@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmix_kernels.decode.steps import OPERATORS, Vector
+from jaxmix_kernels.gpu_chunks import LARGEST_GRID
 
 Array = jax.Array
 
 _BLOCK = 4096
 """Numbers of a matrix in registers at once: 32 a thread."""
-_LARGEST_GRID = 2**31 - 1
 
 _Tiling: Any = plgpu.Tiling
 
@@ -42,8 +42,8 @@ def decode(
     operator = OPERATORS[name]
     batch, groups, heads, key_size = q.shape
     value_size = v.shape[2]
-    if batch * groups > _LARGEST_GRID:
-        raise NotImplementedError(f"B * G must be at most {_LARGEST_GRID}, got {batch * groups}")
+    if batch * groups > LARGEST_GRID:
+        raise NotImplementedError(f"B * G must be at most {LARGEST_GRID}, got {batch * groups}")
     names = ("q", "k", "v", *(() if decay is None else ("decay",)), *operator.fields)
 
     def kernel(*refs: Any) -> None:

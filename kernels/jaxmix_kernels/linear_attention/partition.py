@@ -33,8 +33,8 @@ def spread(
     Args:
         kernel: a function of the arrays, all of which count the batch in front, as its results do.
         arrays: its arguments, None for those that are not there.
-        axes: those of the arguments.
-        results: those of the results.
+        axes: those of the arguments; read only if `splits`.
+        results: those of the results; read only if `splits`.
         splits: whether a compiler may split the kernel under plain `jax.jit`.
     """
 

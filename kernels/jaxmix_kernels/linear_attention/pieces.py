@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxmix_kernels.decays import CHUNK, ChunkDecays
+from jaxmix_kernels.decays import CHUNK, SIZES, ChunkDecays
 
 Array = jax.Array
 
@@ -18,8 +18,6 @@ SHORTEST_PIECE = 16 * CHUNK
 """Fewest tokens of a piece: below, the first pass and the padding cost more than the cores they occupy."""
 LONGEST_SUM = 1024
 """Most tokens over which the gradient of log decays sums what others leave behind, which collects their rounding."""
-SIZES = (32, 64, 128)
-"""Key and value sizes that the kernels have; others are filled up with zeros."""
 
 
 def choose_pieces(heads: int, length: int, programs: int, *, sums: bool) -> tuple[int, int]:
