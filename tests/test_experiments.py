@@ -68,9 +68,27 @@ def test_recall_keys_are_asked_for_in_random_order():
     np.testing.assert_allclose(key.mean(0), np.full(8, 3.5), atol=0.2)
 
 
+def test_part_of_the_training_sequences_of_recall_is_easier():
+    """Filler tells which: blanks in the easier ones, whose queries are soon after the pairs."""
+    task = Recall(vocabulary=64, length=64, pairs=(4,), gaps="far", filler="random", easy=0.25)
+    drawn = jax.tree.map(np.asarray, jax.jit(task.draw, static_argnums=1)(jax.random.key(0), 4000))
+    easy = np.any(drawn["tokens"] == BLANK, axis=1)
+    np.testing.assert_allclose(easy.mean(), task.easy, atol=0.03)
+    asked = drawn["weights"] > 0
+    assert not asked[~easy, :-8].any()
+    assert asked[easy, 8:16].sum() > 0.4 * asked[easy].sum()
+    np.testing.assert_allclose(drawn["weights"].sum(1), 1, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"pairs": (17,)}, "pairs"), ({"length": 63}, "even"), ({"vocabulary": 8}, "keys"), ({"gaps": "near"}, "near")],
+    [
+        ({"pairs": (17,)}, "pairs"),
+        ({"length": 63}, "even"),
+        ({"vocabulary": 8}, "keys"),
+        ({"gaps": "near"}, "near"),
+        ({"easy": 2.0}, "easy"),
+    ],
 )
 def test_recall_says_what_does_not_fit(wrong, message):
     with pytest.raises(ValueError, match=message):

@@ -22,7 +22,7 @@ from jaxmix.bench import Row, environment, from_json, write_reports
 from jaxmix.bench.costs import PASSES
 from jaxmix.bench.environment import installed
 from jaxmix.bench.loop import LoopOptions
-from jaxmix.bench.named_shapes import NamedOptions, RowToBe, entries, run_entries
+from jaxmix.bench.named_shapes import NamedOptions, RowToBe, entries, matching, run_entries
 from jaxmix.bench.report import format_value
 from jaxmix.bench.shapes import SHAPES
 
@@ -32,7 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--suites", nargs="*", choices=list(SHAPES), default=["anchors"])
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--training", action="store_true", help="also time training steps")
-    parser.add_argument("--match", default="", help="only rows whose titles contain this")
+    parser.add_argument("--match", default="", help="a regular expression: only rows in whose titles it is found")
     parser.add_argument("--seconds", type=float, help="start no row after this many seconds")
     parser.add_argument("--runs", type=int, default=20, help="timed runs of a row")
     parser.add_argument("--list", action="store_true", help="print the titles of the rows and stop")
@@ -44,7 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def rows_to_be(options: argparse.Namespace, named: NamedOptions) -> list[RowToBe]:
     found: list[RowToBe] = [*entries(named, torch_cases)]
     if options.training:
-        found += [entry for entry in training_entries() if options.match in entry.title]
+        found += matching(training_entries(), options.match)
     return found
 
 

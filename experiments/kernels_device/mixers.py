@@ -9,6 +9,7 @@ inputs.
 
 import argparse
 import dataclasses
+import functools
 import time
 import traceback
 from typing import Any
@@ -107,12 +108,12 @@ def check(names: list[str]) -> None:
 
 
 def both(function: Any) -> Any:
-    """Gradients of a sum of squares; cuDNN attention has no decays to differentiate."""
+    """Gradients of a sum of squares."""
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> jax.Array:
         return jnp.sum(function(q, k, v, log_decay).astype(jnp.float32) ** 2)
 
-    return jax.grad(loss, argnums=(0, 1, 2) if function is cudnn else (0, 1, 2, 3))
+    return jax.grad(loss, argnums=(0, 1, 2, 3))
 
 
 def measure(names: list[str]) -> None:
@@ -126,9 +127,10 @@ def measure(names: list[str]) -> None:
             sets.append((*(x.astype(jnp.bfloat16) for x in (q, k, v)), log_decay))
 
         functions = {"cuDNN causal attention": cudnn}
-        functions |= {
-            name: lambda q, k, v, g, mixer=MIXERS[name]: mixer(q, k, v, g, implementation="pallas")[0] for name in names
-        }
+        for name in names:
+            mixer = functools.partial(MIXERS[name], implementation="pallas")
+            functions[name] = lambda q, k, v, g, mixer=mixer: mixer(q, k, v, g)[0]
+            functions[f"{name}, no decay"] = lambda q, k, v, g, mixer=mixer: mixer(q, k, v)[0]
         for name, function in functions.items():
             for what, made in (("forward", function), ("forward and backward", both(function))):
                 try:

@@ -39,6 +39,8 @@ class Recall:
             everything between the pairs and the queries is filler.
         power: exponent of the power law; 0.01 in Zoology, which puts most queries soon after the pairs.
         filler: what is on all other places: "blank", or "random" values, which are not asked for.
+        easy: part of the training sequences that have gaps "power" and blanks as filler whatever the rest has, an
+            easier start; what is held out has none of them.
         held_out: held-out sequences of every number of pairs, twice, a multiple of 64.
     """
 
@@ -48,6 +50,7 @@ class Recall:
     gaps: Literal["power", "far"] = "power"
     power: float = 0.01
     filler: Literal["blank", "random"] = "blank"
+    easy: float = 0.0
     held_out: int = 512
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ class Recall:
             raise ValueError(f"pairs: expected fewer than keys, {self.vocabulary // 2 - 1}, got {self.pairs}")
         if self.gaps not in ("power", "far") or self.filler not in ("blank", "random"):
             raise ValueError(f"expected gaps power or far and filler blank or random, got {self.gaps}, {self.filler}")
+        if not 0 <= self.easy <= 1:
+            raise ValueError(f"easy: expected a part from 0 to 1, got {self.easy}")
         if self.held_out < 1 or self.held_out % TOGETHER:
             raise ValueError(f"held_out: expected a multiple of {TOGETHER}, got {self.held_out}")
 
@@ -71,6 +76,11 @@ class Recall:
     def draw(self, key: jax.Array, count: int) -> dict[str, jax.Array]:
         """Training sequences; in the loss every sequence counts the same, whatever its number of pairs."""
         drawn = sequences(self, key, count)
+        if self.easy:
+            chosen, each = jax.random.split(jax.random.fold_in(key, 1))
+            easy = sequences(dataclasses.replace(self, gaps="power", filler="blank"), each, count)
+            is_easy = jax.random.bernoulli(chosen, self.easy, (count, 1))
+            drawn = jax.tree.map(lambda other, x: jnp.where(is_easy, other, x), easy, drawn)
         each = drawn["weights"] / drawn["weights"].sum(-1, keepdims=True)
         return {"tokens": drawn["tokens"], "labels": drawn["labels"], "weights": each}
 

@@ -111,6 +111,7 @@ def arguments() -> argparse.Namespace:
     recall.add_argument("--gaps", default=default.gaps, choices=["power", "far"])
     recall.add_argument("--power", type=float, default=default.power)
     recall.add_argument("--filler", default=default.filler, choices=["blank", "random"])
+    recall.add_argument("--easy", type=float, default=default.easy, help="part of training sequences as by default")
     text, window = tasks.choices["text"], Text()
     text.add_argument("--length", type=int, default=window.length)
     text.add_argument("--beyond", type=int, default=window.beyond, help="length of validation windows in the same unit")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -36,7 +37,7 @@ class NamedOptions:
     Attributes:
         suites: names from SHAPES.
         passes: of the suites over sequences; "streams" has one pass of its own.
-        match: only rows whose title contains this text.
+        match: a regular expression; only rows in whose titles it is found.
         seconds: start no row after this many seconds; None for no limit.
         loop: how long to measure a row.
         ceilings: sizes of the copy and of the matrix product.
@@ -120,11 +121,11 @@ def entries(options: NamedOptions, peers: Peers | None = None) -> list[Entry]:
     """All rows of the suites that match, in the order in which they run.
 
     Args:
-        options: suites, passes and text to match.
+        options: suites, passes and what titles must match.
         peers: rows of other libraries.
 
     Raises:
-        ValueError: for an unknown suite or pass.
+        ValueError: for an unknown suite or pass, or a bad regular expression.
     """
     for name in options.suites:
         if name not in SHAPES:
@@ -137,7 +138,20 @@ def entries(options: NamedOptions, peers: Peers | None = None) -> list[Entry]:
         passes: Sequence[Pass] = ("decode",) if suite == "streams" else options.passes
         for shape in SHAPES[suite]:
             found += [entry for part in passes for entry in _shape_entries(suite, shape, part, peers)]
-    return [entry for entry in found if options.match in entry.title]
+    return matching(found, options.match)
+
+
+def matching[T: RowToBe](found: Iterable[T], pattern: str) -> list[T]:
+    """Those in whose titles a regular expression is found.
+
+    Raises:
+        ValueError: for a bad expression.
+    """
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        fail("match", f"a regular expression ({error})", repr(pattern))
+    return [entry for entry in found if expression.search(entry.title)]
 
 
 def _shape_entries(suite: str, shape: Shape, part: Pass, peers: Peers | None) -> Iterator[Entry]:

@@ -27,7 +27,7 @@ class Arguments:
         bench: what to time; beside the suites that are timed by default there are those of named shapes in bfloat16,
             for accelerators: anchors, common, long, models, streams.
         passes: passes of the suites of named shapes.
-        match: of the suites of named shapes only the rows whose titles contain this text.
+        match: a regular expression; of the suites of named shapes only rows in whose titles it is found.
         seconds: start no more rows of named shapes after this many seconds.
         list: print the titles of the rows of named shapes instead of running them.
         json: print JSON instead of tables.
