@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmix_kernels.decays import SIZES, Result
+from jaxmix_kernels.decays import SIZES, BackwardResult, Result
 
 _DTYPES = {"gpu": ("bfloat16",), "tpu": ("bfloat16", "float32")}
 _PROGRAMS = {"gpu": 132, "tpu": 1}
@@ -44,6 +44,14 @@ class Target:
         """
         return self.platform == "gpu" or self.interpret
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether one kernel has all gradients, from the states before every chunk, which the forward kernel keeps.
+
+        Elsewhere gradients are composed of the forward kernel, and nothing is kept.
+        """
+        return self.platform == "gpu"
+
     def decayed_attention(self, *arrays: Any, **options: Any) -> Result:
         """The kernel of the platform; see `jaxmix_kernels.linear_attention`."""
         if self.platform == "gpu":
@@ -51,6 +59,12 @@ class Target:
         else:
             from jaxmix_kernels.linear_attention.tpu import decayed_attention
         return decayed_attention(*arrays, interpret=self.interpret, **options)
+
+    def decayed_attention_backward(self, *arrays: Any) -> BackwardResult:
+        """The kernel of all gradients, where the target `keeps_states`."""
+        from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
+
+        return decayed_attention_backward(*arrays, interpret=self.interpret)
 
     def decode(self, *arrays: Any, **options: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """The kernel of one token; see `jaxmix_kernels.decode.call`, which groups query heads for it."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmix_kernels.decays import CHUNK, ChunkDecays, Result
+from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays, Result
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mixed decays and segments": {},
@@ -27,64 +27,136 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def decayed_attention(
-    a, b, c, decays, initial, *, weights=None, reverse=False, outputs=True, interpret=False, chunk=CHUNK
+    a,
+    b,
+    c,
+    decays,
+    initial,
+    *,
+    weights=None,
+    reverse=False,
+    outputs=True,
+    states=False,
+    interpret=False,
+    chunk=CHUNK,
 ) -> Result:
     """Chunk after chunk in the dtype of the inputs, float32 at least and without rounding in between."""
     del interpret
     dtype = jnp.promote_types(c.dtype, jnp.float32)
-    heads = max(x.shape[2] for x in (a, b, c, weights) if x is not None)
-    heads = max(heads, 1 if decays is None else decays.enter.shape[1], 1 if initial is None else initial.shape[1])
-    batch, length, _, value_size = c.shape
-    count = length // chunk
-
-    def chunks(x):
-        """[B, T, H', D] to [N, B, H, C, D] in the dtype of the computation."""
-        x = jnp.repeat(x.astype(dtype), heads // x.shape[2], axis=2)
-        return jnp.transpose(x.reshape(batch, count, chunk, heads, -1), (1, 0, 3, 2, 4))
-
-    def per_head(x):
-        """[B, Hd, N, ...] to [N, B, H, ...]."""
-        return jnp.moveaxis(jnp.repeat(x.astype(dtype), heads // x.shape[1], axis=1), 2, 0)
-
-    parts = {"a": None if a is None else chunks(a), "b": chunks(b), "c": chunks(c)}
-    if decays is None:
-        parts["enter"] = parts["leave"] = jnp.ones((count, batch, heads, chunk), dtype)
-        parts["kept"] = jnp.ones((count, batch, heads), dtype)
-        parts["mask"] = jnp.broadcast_to(jnp.tri(chunk, dtype=dtype), (count, batch, heads, chunk, chunk))
-    else:
-        parts |= {name: per_head(getattr(decays, name)) for name in ("enter", "leave", "kept")}
-        high, low = per_head(decays.high), per_head(decays.low)
-        seen = jnp.tri(chunk, dtype=bool)
-        if decays.run is not None:
-            run = jnp.moveaxis(decays.run, 1, 0)[:, :, None]
-            seen = seen & (run[..., :, None] == run[..., None, :])
-        exponents = (high[..., :, None] - high[..., None, :]) + (low[..., :, None] - low[..., None, :])
-        parts["mask"] = jnp.exp(jnp.where(seen, exponents, -jnp.inf))
+    heads = _count_heads([a, b, c, weights], decays, [initial])
+    parts = {"a": None if a is None else _chunks(a, heads, chunk), "b": _chunks(b, heads, chunk)}
+    parts |= {"c": _chunks(c, heads, chunk), **_decays_by_head(decays, heads, b, dtype, chunk)}
     if reverse:
         parts["mask"] = parts["mask"].mT
         parts["enter"], parts["leave"] = parts["leave"], parts["enter"]
-    state = jnp.zeros((batch, heads, b.shape[3], value_size), dtype)
+    state = jnp.zeros((b.shape[0], heads, b.shape[3], c.shape[3]), dtype)
     if initial is not None:
-        state = jnp.repeat(initial.astype(dtype), heads // initial.shape[1], axis=1)
+        state = _repeat(initial, heads, 1).astype(dtype)
 
     def step(state, part):
-        out = None
-        if outputs:
-            scores = part["mask"] * _product("td,sd->ts", part["a"], part["b"])
-            out = part["enter"][..., None] * _product("td,de->te", part["a"], state)
-            out = out + _product("ts,se->te", scores, part["c"])
-        added = _product("sd,se->de", part["leave"][..., None] * part["b"], part["c"])
-        return part["kept"][..., None, None] * state + added, out
+        out = _read(part, state) if outputs else None
+        return _advance(part, state), (out, state if states else None)
 
-    final, out = jax.lax.scan(step, state, parts, reverse=reverse)
+    final, (out, before) = jax.lax.scan(step, state, parts, reverse=reverse)
+    before = None if before is None else jnp.moveaxis(before, 0, 2).astype(c.dtype)
     if out is None:
-        return Result(None, final, None)
-    out = jnp.transpose(out, (1, 0, 3, 2, 4)).reshape(batch, length, heads, value_size)
+        return Result(None, final, None, before)
+    out = _join(out)
     dots = None
     if weights is not None:
-        repeated = jnp.repeat(weights.astype(dtype), heads // weights.shape[2], axis=2)
-        dots = jnp.moveaxis(jnp.sum(out * repeated, axis=-1), 1, 2)
-    return Result(out.astype(c.dtype), final, dots)
+        dots = jnp.moveaxis(jnp.sum(out * _repeat(weights, heads, 2).astype(dtype), axis=-1), 1, 2)
+    return Result(out.astype(c.dtype), final, dots, before)
+
+
+def decayed_attention_backward(q, k, v, d_out, decays, states, d_final, *, interpret=False) -> BackwardResult:
+    """Chunk after chunk, last to first: the gradient of each by autodiff, from the state before it and the decays."""
+    del interpret
+    dtype = jnp.promote_types(v.dtype, jnp.float32)
+    heads = _count_heads([q, k, v, d_out], decays, [states, d_final])
+    parts = {name: _chunks(x, heads, CHUNK) for name, x in {"a": q, "b": k, "c": v}.items()}
+    parts |= _decays_by_head(decays, heads, q, dtype, CHUNK)
+    parts["state"] = jnp.moveaxis(_repeat(states, heads, 1), 2, 0).astype(dtype)
+
+    def step(d_state, part):
+        d_out, part = part
+        pull_back = jax.vjp(lambda part: (_read(part, part["state"]), _advance(part, part["state"])), part)[1]
+        (d_part,) = pull_back((d_out, d_state))
+        # What changes with the logarithm of a decay.
+        by_log = {name: d_part[name] * part[name] for name in ("mask", "enter", "leave", "kept")}
+        return d_part["state"], (d_part["a"], d_part["b"], d_part["c"], by_log)
+
+    d_final = jnp.zeros_like(parts["state"][0]) if d_final is None else _repeat(d_final, heads, 1).astype(dtype)
+    d_initial, (dq, dk, dv, by_log) = jax.lax.scan(step, d_final, (_chunks(d_out, heads, CHUNK), parts), reverse=True)
+    d_steps = None if decays is None else _steps_from(decays, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), by_log))
+    return BackwardResult(*(_join(x).astype(v.dtype) for x in (dq, dk, dv)), d_initial, d_steps)
+
+
+def _steps_from(decays, by_log):
+    """[B, H, N, C]: log decay r is in M_ts for s < r <= t, in enter_t for r <= t, in leave_s for s < r, and in kept."""
+    before = jnp.tri(CHUNK, k=-1, dtype=by_log["mask"].dtype)
+    after = 1 - before
+    exact = {"precision": jax.lax.Precision.HIGHEST}
+    d_steps = jnp.einsum("...ts,rt,rs->...r", by_log["mask"], after, before, **exact) + by_log["kept"][..., None]
+    d_steps += jnp.einsum("...t,rt->...r", by_log["enter"], after, **exact)
+    d_steps += jnp.einsum("...s,rs->...r", by_log["leave"], before, **exact)
+    if decays.run is None:
+        return d_steps
+    run = decays.run[:, None]
+    begins = run != jnp.pad(run[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)))
+    return jnp.where(begins, 0, d_steps)
+
+
+def _count_heads(arrays, decays, states):
+    counts = [x.shape[2] for x in arrays if x is not None] + [x.shape[1] for x in states if x is not None]
+    return max(counts + ([] if decays is None else [decays.enter.shape[1]]))
+
+
+def _repeat(x, heads, axis):
+    return jnp.repeat(x, heads // x.shape[axis], axis=axis)
+
+
+def _chunks(x, heads, chunk):
+    """[B, T, H', D] to [N, B, H, C, D] in the dtype of the computation."""
+    x = _repeat(x.astype(jnp.promote_types(x.dtype, jnp.float32)), heads, 2)
+    return jnp.transpose(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), (1, 0, 3, 2, 4))
+
+
+def _join(x):
+    """The inverse of `_chunks`, with all heads."""
+    x = jnp.transpose(x, (1, 0, 3, 2, 4))
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _decays_by_head(decays, heads, like, dtype, chunk):
+    """enter, leave, kept and M [C, C] as [N, B, H, ...]."""
+    count, batch = like.shape[1] // chunk, like.shape[0]
+    if decays is None:
+        shapes = {"enter": (chunk,), "leave": (chunk,), "kept": ()}
+        parts = {name: jnp.ones((count, batch, heads, *shape), dtype) for name, shape in shapes.items()}
+        return parts | {"mask": jnp.broadcast_to(jnp.tri(chunk, dtype=dtype), (count, batch, heads, chunk, chunk))}
+
+    def per_head(x):
+        return jnp.moveaxis(_repeat(x.astype(dtype), heads, 1), 2, 0)
+
+    parts = {name: per_head(getattr(decays, name)) for name in ("enter", "leave", "kept")}
+    high, low = per_head(decays.high), per_head(decays.low)
+    seen = jnp.tri(chunk, dtype=bool)
+    if decays.run is not None:
+        run = jnp.moveaxis(decays.run, 1, 0)[:, :, None]
+        seen = seen & (run[..., :, None] == run[..., None, :])
+    exponents = (high[..., :, None] - high[..., None, :]) + (low[..., :, None] - low[..., None, :])
+    return parts | {"mask": jnp.exp(jnp.where(seen, exponents, -jnp.inf))}
+
+
+def _read(part, state):
+    scores = part["mask"] * _product("td,sd->ts", part["a"], part["b"])
+    out = part["enter"][..., None] * _product("td,de->te", part["a"], state)
+    return out + _product("ts,se->te", scores, part["c"])
+
+
+def _advance(part, state):
+    added = _product("sd,se->de", part["leave"][..., None] * part["b"], part["c"])
+    return part["kept"][..., None, None] * state + added
 
 
 def _product(spec, x, y):

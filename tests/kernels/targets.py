@@ -8,10 +8,14 @@ from tests.kernels import reference
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceTarget(Target):
-    """Runs the reference of the primitive, also in float64, and has no fused kernels; `busy` heads fill it."""
+    """Runs the reference of the primitive, also in float64, and has no fused kernels; `busy` heads fill it.
+
+    With `keeps` its gradients are those of a GPU, by one kernel, for which there is a reference too.
+    """
 
     platform: str = "reference"
     busy: int = 1
+    keeps: bool = False
 
     @property
     def dtypes(self):
@@ -21,5 +25,12 @@ class ReferenceTarget(Target):
     def programs(self):
         return self.busy
 
+    @property
+    def keeps_states(self):
+        return self.keeps
+
     def decayed_attention(self, *arrays, **options):
         return reference.decayed_attention(*arrays, **options)
+
+    def decayed_attention_backward(self, *arrays):
+        return reference.decayed_attention_backward(*arrays)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmix_kernels.linear_attention import pieces
-from jaxmix_kernels.linear_attention.pieces import choose_pieces
+from jaxmix_kernels.linear_attention.pieces import choose_pieces, shorten_sums
 from jaxmix_kernels.linear_attention.vjp import final_state, linear_attention
 from tests.kernels.reference import make_decays
 from tests.kernels.targets import ReferenceTarget
@@ -36,16 +36,22 @@ def _float64():
         yield
 
 
+@pytest.fixture(params=[False, True], ids=["composed", "by one kernel"])
+def keeps(request):
+    """Whether gradients are by one kernel from states that were kept."""
+    return request.param
+
+
 @pytest.fixture(params=CASES.values(), ids=CASES.keys())
-def case(request, monkeypatch):
+def case(request, monkeypatch, keeps):
     """A random case: the arguments, the decays as a function of the log decays, starts of segments, and the target."""
     monkeypatch.setattr(pieces, "SHORTEST_PIECE", 2 * 64)
     monkeypatch.setattr(pieces, "LONGEST_SUM", 5 * 64)
     tokens, heads, sizes, busy, segments, decay = request.param
-    return draw(tokens, heads, sizes, busy, segments, decay)
+    return draw(tokens, heads, sizes, busy, segments, decay, keeps)
 
 
-def draw(tokens, heads, sizes, busy, segments, decay):
+def draw(tokens, heads, sizes, busy, segments, decay, keeps=True):
     rng = np.random.default_rng(0)
     widths = (sizes[0], sizes[0], sizes[1])
     q, k, v = (rng.normal(size=(BATCH, tokens, h, d)) for h, d in zip(heads[:3], widths, strict=True))
@@ -61,7 +67,12 @@ def draw(tokens, heads, sizes, busy, segments, decay):
             steps = jnp.pad(steps, fill).reshape(constants.steps.shape)
             return dataclasses.replace(constants, steps=steps)
 
-    return {"q": q, "k": k, "v": v, "steps": steps, "initial": initial}, decays, starts, ReferenceTarget(busy=busy)
+    return (
+        {"q": q, "k": k, "v": v, "steps": steps, "initial": initial},
+        decays,
+        starts,
+        ReferenceTarget(busy=busy, keeps=keeps),
+    )
 
 
 def by_token(q, k, v, steps, initial, starts):
@@ -141,13 +152,14 @@ def test_vmap_joins_the_batch():
         out, final = linear_attention(**x, decays=taken, initial=arguments["initial"], target=target)
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(final))
 
-    each = [jax.value_and_grad(loss)(jax.tree.map(lambda x, i=i: x[i], several)) for i in range(3)]
+    one = jax.jit(jax.value_and_grad(loss))
+    each = [one(jax.tree.map(lambda x, i=i: x[i], several)) for i in range(3)]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *each)
-    assert_close(jax.vmap(jax.value_and_grad(loss))(several), expected, EXACT)
+    assert_close(jax.jit(jax.vmap(jax.value_and_grad(loss)))(several), expected, EXACT)
 
 
 def test_sequences_are_split_only_as_far_as_it_pays():
-    for heads, length, programs, forward, backward in (
+    for heads, length, programs, forward, composed in (
         (132, 1 << 20, 132, 1, 1024),
         (100, 1 << 20, 132, 2, 1024),
         (16, 32768, 132, 16, 32),
@@ -156,8 +168,8 @@ def test_sequences_are_split_only_as_far_as_it_pays():
         (1, 2047, 132, 1, 2),
         (1, 32768, 1, 1, 32),
     ):
-        assert choose_pieces(heads, length, programs, sums=True) == (forward, backward)
-        assert choose_pieces(heads, length, programs, sums=False) == (forward, forward)
+        assert choose_pieces(heads, length, programs) == forward
+        assert shorten_sums(forward, length) == composed
 
 
 def test_sizes_above_those_of_the_kernels_are_refused():

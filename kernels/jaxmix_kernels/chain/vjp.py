@@ -1,7 +1,7 @@
 """Chains of linear attentions with their gradients: forward one kernel, backward the links one after the other.
 
 The fused kernel keeps what one link hands to the next on the chip. The gradients need it: backward all links but the
-last are computed again, each by a kernel of its own.
+last are computed again, each by a kernel of its own, and of the last its states where the target keeps them.
 """
 
 import dataclasses
@@ -27,10 +27,7 @@ def is_fused(
     links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...], *, target: Target
 ) -> bool:
     """Whether one kernel serves the forward pass of `chain`: it exists, takes the sizes, and no time is cut."""
-    if (
-        _kernel(links, target) is None
-        or choose_pieces(q.shape[0] * q.shape[2], q.shape[1], target.programs, sums=False)[0] > 1
-    ):
+    if _kernel(links, target) is None or choose_pieces(q.shape[0] * q.shape[2], q.shape[1], target.programs) > 1:
         return False
     try:
         jax.eval_shape(functools.partial(_fused, links, target), q, k, v, decays, initials)

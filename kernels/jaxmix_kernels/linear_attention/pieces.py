@@ -17,28 +17,28 @@ Array = jax.Array
 SHORTEST_PIECE = 16 * CHUNK
 """Fewest tokens of a piece: below, the first pass and the padding cost more than the cores they occupy."""
 LONGEST_SUM = 1024
-"""Most tokens over which the gradient of log decays sums what others leave behind, which collects their rounding."""
+"""Most tokens over which a composed gradient of log decays sums what others leave behind, and collects its rounding."""
 
 
-def choose_pieces(heads: int, length: int, programs: int, *, sums: bool) -> tuple[int, int]:
-    """Number of pieces P of a forward pass and of a backward pass, a multiple of the former.
-
-    Forward it is the smallest power of two with P * heads >= programs, while pieces have >= 1024 tokens. Backward there
-    are more where the gradient of log decays is wanted, so that it never sums over more than 1024 tokens.
+def choose_pieces(heads: int, length: int, programs: int) -> int:
+    """Number of pieces P: the smallest power of two with P * heads >= programs, while pieces have >= 1024 tokens.
 
     Args:
         heads: heads of all sequences, B * H.
         length: tokens, T.
         programs: heads that keep the device busy.
-        sums: the gradient of log decays is wanted.
     """
-    forward = 1
-    while forward * heads < programs and length >= 2 * forward * SHORTEST_PIECE:
-        forward *= 2
-    backward = forward
-    while sums and length > backward * LONGEST_SUM:
-        backward *= 2
-    return forward, backward
+    pieces = 1
+    while pieces * heads < programs and length >= 2 * pieces * SHORTEST_PIECE:
+        pieces *= 2
+    return pieces
+
+
+def shorten_sums(pieces: int, length: int) -> int:
+    """Number of pieces of a composed backward pass: `pieces`, doubled until none has more than 1024 tokens."""
+    while length > pieces * LONGEST_SUM:
+        pieces *= 2
+    return pieces
 
 
 def pad_sizes(x: Array, axes: tuple[int, ...], tokens: int | None = None) -> Array:
@@ -89,6 +89,14 @@ def split_decays(decays: ChunkDecays | None, pieces: int) -> ChunkDecays | None:
 
     by_head = jax.tree.map(split, dataclasses.replace(decays, run=None))
     return dataclasses.replace(by_head, run=None if decays.run is None else split_tokens(decays.run, pieces))
+
+
+def join_chunks(x: Array, pieces: int) -> Array:
+    """[B P, H, N / P, C] of all pieces as [B, H, N, C]."""
+    if pieces == 1:
+        return x
+    x = jnp.moveaxis(x.reshape(-1, pieces, *x.shape[1:]), 1, 2)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def last_piece(x: Array, pieces: int, *, reverse: bool = False) -> Array:

@@ -1,17 +1,16 @@
-"""The gradient of the log decays of a linear attention, from what its other gradients leave behind."""
+"""The composed gradient of the log decays of a linear attention, from what its other gradients leave behind."""
 
 import jax
 import jax.numpy as jnp
 
 from jaxmix_kernels.decays import ChunkDecays
-from jaxmix_kernels.linear_attention.pieces import split_decays
+from jaxmix_kernels.linear_attention.pieces import join_chunks, split_decays
 
 Array = jax.Array
 
 
 def steps_gradient(
     decays: ChunkDecays,
-    steps: Array,
     pieces: int,
     q_dots: Array,
     k_dots: Array,
@@ -27,7 +26,6 @@ def steps_gradient(
 
     Args:
         decays: of the whole sequences, heads Hd, N chunks.
-        steps: log decay of each token, [B, Hd, N, C].
         pieces: number of pieces P of every sequence.
         q_dots: q_t . dq_t, [B P, H, T / P], float32.
         k_dots: k_t . dk_t, [B P, H, T / P], float32.
@@ -37,9 +35,9 @@ def steps_gradient(
         final: state at the end of the sequences [B, Hf, D, E].
 
     Returns:
-        The gradient of `steps`, [B, Hd, N, C].
+        The gradient of `decays.steps`, [B, Hd, N, C].
     """
-    batch, decay_heads, _, chunk = steps.shape
+    batch, decay_heads, _, chunk = decays.high.shape
     heads = q_dots.shape[1]
     cut = split_decays(decays, pieces)
     assert cut is not None
@@ -71,10 +69,7 @@ def steps_gradient(
         # The decay of a token that starts a segment meets no state.
         begins = run != jnp.pad(run[..., :-1], ((0, 0), (0, 0), (1, 0)))
         d_steps = jnp.where(begins[:, None], 0, d_steps)
-    d_steps = jnp.moveaxis(d_steps.reshape(batch, pieces, decay_heads, -1, chunk), 1, 2)
-    d_steps = d_steps.reshape(steps.shape).astype(steps.dtype)
-    # The gradient is a product with the decay of the step. Where that is below rounding, the sums hold nothing else.
-    return jnp.where(steps < jnp.log(jnp.finfo(d_steps.dtype).eps), 0, d_steps)
+    return join_chunks(d_steps, pieces)
 
 
 def _sums_after(sums: Array, goes_on: Array | None, at_end: Array) -> Array:

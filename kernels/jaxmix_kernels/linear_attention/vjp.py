@@ -1,40 +1,31 @@
-"""Decayed linear attention with its gradients, by one primitive that walks over chunks in either direction.
+"""Decayed linear attention with its gradients, which have two ways; the target decides.
 
-With c(s, t) the decay from token s to t of one segment and X_0 the initial state,
-
-    o_t = sum_{s<=t} c(s, t) (q_t . k_s) v_s + c(0, t) X_0^T q_t,      X_T = c(0, T) X_0 + sum_s c(s, T) k_s v_s^T
-
-and each gradient is another decayed attention, forward or reversed in time, of do and dX (that of X_T):
-
-    dq = attention(do, v, k; X_0^T),   dk = reversed(v, do, q; dX^T),   dv = reversed(k, q, do; dX), which ends in dX_0
-
-The log decay g_r is in every pair s < r <= t, so within a segment
-
-    dg_r = sum_{t>=r} (q_t . dq_t - k_t . dk_t) + <dX, X_T>
-
-where pairs on the same side of r cancel, and the last term belongs to the last segment.
+Where it `keeps_states` (a Hopper GPU), the forward pass of a call that is differentiated keeps the states before all
+chunks, and one kernel gives all gradients from them. Elsewhere (a TPU) it keeps none, and `composition` has the
+gradients.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmix_kernels.decays import CHUNK, ChunkDecays, Result
-from jaxmix_kernels.linear_attention.partition import spread
+from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays
+from jaxmix_kernels.linear_attention.composition import composed_gradients
 from jaxmix_kernels.linear_attention.pieces import (
     choose_pieces,
+    join_chunks,
     join_pieces,
     last_piece,
     pad_chunks,
     pad_sizes,
+    shorten_sums,
     split_decays,
     split_tokens,
-    starts_of_pieces,
 )
-from jaxmix_kernels.linear_attention.steps import steps_gradient
+from jaxmix_kernels.linear_attention.primitive import attend, gradients, piece_ends, piece_starts, repeat_heads
 from jaxmix_kernels.target import Target
 
 Array = jax.Array
@@ -48,6 +39,26 @@ class _Plan:
     pieces: int
     backward_pieces: int
     outputs: bool
+
+
+class _Arrays(NamedTuple):
+    """Whole pieces of chunks, of sizes that the kernels have; `steps` are those that `decays` comes from."""
+
+    q: Array | None
+    k: Array
+    v: Array
+    decays: ChunkDecays | None
+    steps: Array | None
+    initial: Array
+
+
+class _Walk(NamedTuple):
+    """What a forward pass gives: `starts` of all pieces, `states` before all chunks of B P pieces."""
+
+    out: Array | None
+    final: Array
+    starts: Array
+    states: Array | None
 
 
 def linear_attention(
@@ -94,7 +105,10 @@ def recalled(
     *,
     target: Target,
 ) -> tuple[Array, Array]:
-    """What `linear_attention` gives, for its gradients alone: outputs are zeros, `final` is known; no kernel runs."""
+    """What `linear_attention` gives, for its gradients alone: outputs are zeros, `final` is known.
+
+    No kernel runs, but the one of the states where the target `keeps_states` and the call is differentiated.
+    """
     out, final = _call(q, k, v, decays, initial, target, final)
     assert out is not None
     return out, final
@@ -116,155 +130,148 @@ def _call(
     if initial is None:
         initial = jnp.zeros((k.shape[0], 1, key_size, value_size), _state_dtype(v))
     heads = _state_heads(k, v, decays, initial) if q is None else q.shape[2]
-    sums = decays is not None and decays.steps is not None
-    pieces = choose_pieces(k.shape[0] * heads, length, target.programs, sums=sums)
-    q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), max(pieces) * CHUNK), (q, k, v))
+    pieces = backward_pieces = choose_pieces(k.shape[0] * heads, length, target.programs)
+    if decays is not None and decays.steps is not None and not target.keeps_states:
+        backward_pieces = shorten_sums(pieces, length)
+    q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), backward_pieces * CHUNK), (q, k, v))
     steps = None
     if decays is not None:
-        decays = pad_chunks(decays, max(pieces))
+        decays = pad_chunks(decays, backward_pieces)
         steps, decays = decays.steps, jax.lax.stop_gradient(dataclasses.replace(decays, steps=None))
-    plan = _Plan(target, *pieces, q is not None)
-    arrays = q, k, v, decays, steps, pad_sizes(initial, (2, 3))
-    out, final = _attend(plan, *arrays) if known is None else _recall(plan, *arrays, pad_sizes(known, (2, 3)))
+    plan = _Plan(target, pieces, backward_pieces, q is not None)
+    arrays = _Arrays(q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
+    out, final = _attend(plan, arrays) if known is None else _recall(plan, arrays, pad_sizes(known, (2, 3)))
     return None if out is None else out[:, :length, :, :value_size], final[:, :, :key_size, :value_size]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    plan: _Plan, q: Array | None, k: Array, v: Array, decays: ChunkDecays | None, steps: Array | None, initial: Array
-) -> tuple[Array | None, Array]:
-    """On whole pieces of chunks and sizes that the kernels have; `steps` are those that `decays` comes from."""
-    return _forward(plan, q, k, v, decays, steps, initial)[0]
+def _attend(plan: _Plan, arrays: _Arrays) -> tuple[Array | None, Array]:
+    walk = _walk(plan, arrays)
+    return walk.out, walk.final
 
 
-def _forward(
-    plan: _Plan, q: Array | None, k: Array, v: Array, decays: ChunkDecays | None, steps: Array | None, initial: Array
-) -> tuple[Any, Any]:
-    heads = _state_heads(k, v, decays, initial) if q is None else q.shape[2]
-    qs, ks, vs = jax.tree.map(lambda x: split_tokens(x, plan.pieces), (q, k, v))
-    cut = split_decays(decays, plan.pieces)
-    if q is None:
-        ks = _repeat(ks, heads)
-    starts = _starts(plan.target, ks, vs, decays, initial, heads, plan.pieces)
-    result = _run(plan.target, qs, ks, vs, cut, starts, outputs=plan.outputs)
-    final = last_piece(result.final, plan.pieces)[:, :: heads // _state_heads(k, v, decays, initial)]
-    out = None if result.out is None else join_pieces(result.out, plan.pieces)
-    return (out, final), (q, k, v, decays, steps, initial, starts, final)
+def _attend_forward(plan: _Plan, arrays: _Arrays) -> tuple[Any, Any]:
+    walk = _walk(plan, arrays, states=plan.target.keeps_states)
+    starts = walk.starts if walk.states is None else None
+    return (walk.out, walk.final), (arrays, starts, walk.states, walk.final)
 
 
-def _backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, decays, steps, initial, starts, final = residuals
-    d_out, d_final = cotangents
-    if q is None:
-        shape = (*k.shape[:2], final.shape[1])
-        q, d_out = jnp.zeros((*shape, k.shape[3]), k.dtype), jnp.zeros((*shape, v.shape[3]), v.dtype)
-    heads = q.shape[2]
-    pieces = plan.backward_pieces
-    qs, ks, vs, ds = (split_tokens(x, pieces) for x in (q, k, v, d_out.astype(v.dtype)))
-    cut = split_decays(decays, pieces)
-    if pieces != plan.pieces:
-        starts = _starts(plan.target, ks, vs, decays, initial, heads, pieces)
-    # Heads that share a final state share its gradient, so that their sum is whole.
-    ends = d_final.astype(final.dtype) / (heads // final.shape[1])
-    if pieces > 1:
-        added = _run(plan.target, None, qs, ds, cut, None, reverse=True, outputs=False).final
-        ends = starts_of_pieces(decays, added, ends, pieces, reverse=True)
-    q_weights, k_weights = (None, None) if steps is None else (qs, ks)
-    by_query = _run(plan.target, ds, vs, ks, cut, starts.mT, weights=q_weights)
-    by_key = _run(plan.target, vs, ds, qs, cut, ends.mT, weights=k_weights, reverse=True)
-    by_value = _run(plan.target, ks, qs, ds, cut, ends, reverse=True)
-    assert by_query.out is not None
-    assert by_key.out is not None
-    assert by_value.out is not None
-    d_steps = None
-    if steps is not None:
-        assert decays is not None
-        assert by_query.dots is not None
-        assert by_key.dots is not None
-        d_steps = steps_gradient(decays, steps, pieces, by_query.dots, by_key.dots, starts, ends, final)
-    return (
-        join_pieces(by_query.out, pieces) if plan.outputs else None,
-        _sum_heads(join_pieces(by_key.out, pieces), 2, k.shape[2]),
-        _sum_heads(join_pieces(by_value.out, pieces), 2, v.shape[2]),
-        None,
-        d_steps,
-        _sum_heads(last_piece(by_value.final, pieces, reverse=True), 1, initial.shape[1]),
-    )
+def _attend_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[_Arrays]:
+    return (_gradients(plan, *residuals, *cotangents),)
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recall(
-    plan: _Plan,
-    q: Array,
-    k: Array,
-    v: Array,
-    decays: ChunkDecays | None,
-    steps: Array | None,
-    initial: Array,
-    final: Array,
-) -> tuple[Array, Array]:
+def _recall(plan: _Plan, arrays: _Arrays, final: Array) -> tuple[Array, Array]:
     """Zeros and `final`, with the gradients of `_attend`."""
-    return _recall_forward(plan, q, k, v, decays, steps, initial, final)[0]
+    assert arrays.q is not None
+    return jnp.zeros((*arrays.q.shape[:3], arrays.v.shape[3]), arrays.v.dtype), final
 
 
-def _recall_forward(
-    plan: _Plan,
-    q: Array,
-    k: Array,
-    v: Array,
-    decays: ChunkDecays | None,
-    steps: Array | None,
-    initial: Array,
-    final: Array,
-) -> tuple[Any, Any]:
-    ks, vs = split_tokens(k, plan.pieces), split_tokens(v, plan.pieces)
-    starts = _starts(plan.target, ks, vs, decays, initial, q.shape[2], plan.pieces)
-    out = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
-    return (out, final), (q, k, v, decays, steps, initial, starts, final)
+def _recall_forward(plan: _Plan, arrays: _Arrays, final: Array) -> tuple[Any, Any]:
+    starts = states = None
+    if plan.target.keeps_states:
+        states = _walk(plan, arrays._replace(q=None), states=True).states
+    return _recall(plan, arrays, final), (arrays, starts, states, final)
 
 
-def _recall_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    return *_backward(plan, residuals, cotangents), None
+def _recall_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[_Arrays, None]:
+    return _gradients(plan, *residuals, *cotangents), None
 
 
 _recall.defvjp(_recall_forward, _recall_backward)
 
 
-def _run(
-    target: Target,
-    a: Array | None,
-    b: Array,
-    c: Array,
-    decays: ChunkDecays | None,
-    initial: Array | None,
-    *,
-    weights: Array | None = None,
-    reverse: bool = False,
-    outputs: bool = True,
-) -> Result:
-    """The primitive."""
-
-    def primitive(*arrays: Any) -> Result:
-        *arguments, weights = arrays
-        return target.decayed_attention(*arguments, weights=weights, reverse=reverse, outputs=outputs)
-
-    return spread(
-        primitive, (a, b, c, decays, initial, weights), (2, 2, 2, 1, 1, 2), (2, 1, 1, 1), splits=target.splits
+def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> _Walk:
+    """The forward pass; without queries, only states of the heads that have one of their own."""
+    q, k, v, decays, _, initial = arrays
+    state_heads = _state_heads(k, v, decays, initial)
+    heads = state_heads if q is None else q.shape[2]
+    qs, ks, vs = jax.tree.map(lambda x: split_tokens(x, plan.pieces), (q, k, v))
+    starts = piece_starts(plan.target, ks, vs, decays, initial, heads, plan.pieces)
+    if q is None:
+        ks = repeat_heads(ks, heads)
+    cut = split_decays(decays, plan.pieces)
+    result = attend(plan.target, qs, ks, vs, cut, starts, outputs=q is not None, states=states)
+    group = heads // state_heads
+    return _Walk(
+        None if result.out is None else join_pieces(result.out, plan.pieces),
+        last_piece(result.final, plan.pieces)[:, ::group],
+        starts,
+        None if result.states is None else result.states[:, ::group],
     )
 
 
-def _starts(
-    target: Target, k: Array, v: Array, decays: ChunkDecays | None, initial: Array, heads: int, pieces: int
-) -> Array:
-    """The state at the start of every piece of k and v, which are split already."""
-    if pieces == 1:
-        return initial
-    cut = split_decays(decays, pieces)
-    added = _run(target, None, _repeat(k, heads), v, cut, None, outputs=False).final
-    return starts_of_pieces(decays, added, initial, pieces)
+def _gradients(
+    plan: _Plan,
+    arrays: _Arrays,
+    starts: Array | None,
+    states: Array | None,
+    final: Array,
+    d_out: Array | None,
+    d_final: Array,
+) -> _Arrays:
+    """Gradients of all arrays, from what a forward pass left."""
+    q, k, v, decays, steps, initial = arrays
+    if q is None:
+        shape = (*k.shape[:2], final.shape[1])
+        q, d_out = jnp.zeros((*shape, k.shape[3]), k.dtype), jnp.zeros((*shape, v.shape[3]), v.dtype)
+    assert d_out is not None
+    # Heads that share a final state share its gradient, so that their sum is whole.
+    d_final = d_final.astype(final.dtype) / (q.shape[2] // final.shape[1])
+    given = plan.target, q, k, v, d_out.astype(v.dtype), decays
+    if states is not None:
+        by_head = _by_one_kernel(*given, states, d_final, plan.pieces)
+    else:
+        by_head = composed_gradients(
+            *given,
+            initial,
+            final,
+            d_final,
+            pieces=plan.backward_pieces,
+            starts=starts if plan.pieces == plan.backward_pieces else None,
+            sums=steps is not None,
+        )
+    d_steps = None
+    if steps is not None:
+        assert by_head.d_steps is not None
+        d_steps = _sum_heads(by_head.d_steps, 1, steps.shape[1]).astype(steps.dtype)
+        # It is a product with the decay of the step. Where that is below rounding, the sums hold nothing else.
+        d_steps = jnp.where(steps < jnp.log(jnp.finfo(steps.dtype).eps), 0, d_steps)
+    return _Arrays(
+        by_head.dq if plan.outputs else None,
+        _sum_heads(by_head.dk, 2, k.shape[2]),
+        _sum_heads(by_head.dv, 2, v.shape[2]),
+        None,
+        d_steps,
+        _sum_heads(by_head.d_initial, 1, initial.shape[1]),
+    )
+
+
+def _by_one_kernel(
+    target: Target,
+    q: Array,
+    k: Array,
+    v: Array,
+    d_out: Array,
+    decays: ChunkDecays | None,
+    states: Array,
+    d_final: Array,
+    pieces: int,
+) -> BackwardResult:
+    """Gradients for each of H heads, in the pieces of the forward pass."""
+    qs, ks, vs, ds = (split_tokens(x, pieces) for x in (q, k, v, d_out))
+    ends = piece_ends(target, qs, ds, decays, d_final, pieces)
+    result = gradients(target, qs, ks, vs, ds, split_decays(decays, pieces), states, ends)
+    return BackwardResult(
+        join_pieces(result.dq, pieces),
+        join_pieces(result.dk, pieces),
+        join_pieces(result.dv, pieces),
+        last_piece(result.d_initial, pieces, reverse=True),
+        None if result.d_steps is None else join_chunks(result.d_steps, pieces),
+    )
 
 
 def _state_heads(k: Array, v: Array, decays: ChunkDecays | None, initial: Array) -> int:
@@ -273,11 +280,6 @@ def _state_heads(k: Array, v: Array, decays: ChunkDecays | None, initial: Array)
 
 def _state_dtype(x: Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _repeat(x: Array, heads: int) -> Array:
-    """x [B, T, H', D] with every head repeated so that there are `heads`."""
-    return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
 def _sum_heads(x: Array, axis: int, heads: int) -> Array:

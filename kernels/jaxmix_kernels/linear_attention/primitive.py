@@ -1,0 +1,98 @@
+"""Decayed linear attention of a target, over `jax.vmap` and several devices, and the states that pieces start from."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmix_kernels.decays import BackwardResult, ChunkDecays, Result
+from jaxmix_kernels.linear_attention.partition import spread
+from jaxmix_kernels.linear_attention.pieces import split_decays, starts_of_pieces
+from jaxmix_kernels.target import Target
+
+Array = jax.Array
+
+
+def attend(
+    target: Target,
+    a: Array | None,
+    b: Array,
+    c: Array,
+    decays: ChunkDecays | None,
+    initial: Array | None,
+    *,
+    weights: Array | None = None,
+    reverse: bool = False,
+    outputs: bool = True,
+    states: bool = False,
+) -> Result:
+    """`target.decayed_attention`; `states` only where the target `keeps_states`."""
+    options = {"reverse": reverse, "outputs": outputs} | ({"states": True} if states else {})
+
+    def primitive(*arrays: Any) -> Result:
+        *arguments, weights = arrays
+        return target.decayed_attention(*arguments, weights=weights, **options)
+
+    arrays = a, b, c, decays, initial, weights
+    return spread(primitive, arrays, (2, 2, 2, 1, 1, 2), (2, 1, 1, 1), splits=target.splits)
+
+
+def gradients(
+    target: Target,
+    q: Array,
+    k: Array,
+    v: Array,
+    d_out: Array,
+    decays: ChunkDecays | None,
+    states: Array,
+    d_final: Array,
+) -> BackwardResult:
+    """`target.decayed_attention_backward`."""
+    arrays = q, k, v, d_out, decays, states, d_final
+    kernel, axes = target.decayed_attention_backward, (2, 2, 2, 2, 1, 1, 1)
+    return spread(kernel, arrays, axes, (2, 2, 2, 1, 1), splits=target.splits)
+
+
+def piece_starts(
+    target: Target, k: Array, v: Array, decays: ChunkDecays | None, initial: Array, heads: int, pieces: int
+) -> Array:
+    """The state at the start of every piece, [B P, H, D, E]; `initial` itself for one piece.
+
+    Args:
+        target: what the kernels are made for.
+        k: keys of B P pieces, [B P, T / P, Hk, D].
+        v: values, likewise.
+        decays: of the whole sequences.
+        initial: the state before the first token, [B, Hs, D, E].
+        heads: H.
+        pieces: P.
+    """
+    if pieces == 1:
+        return initial
+    added = attend(target, None, repeat_heads(k, heads), v, split_decays(decays, pieces), None, outputs=False).final
+    return starts_of_pieces(decays, added, initial, pieces)
+
+
+def piece_ends(
+    target: Target, q: Array, d_out: Array, decays: ChunkDecays | None, d_final: Array, pieces: int
+) -> Array:
+    """The gradient of the state at the end of every piece, [B P, H, D, E]; `d_final` itself for one piece.
+
+    Args:
+        target: what the kernels are made for.
+        q: queries of B P pieces, [B P, T / P, H, D].
+        d_out: gradients of outputs, likewise.
+        decays: of the whole sequences.
+        d_final: gradient of the state after the last token, [B, Hf, D, E].
+        pieces: P.
+    """
+    if pieces == 1:
+        return d_final
+    cut = split_decays(decays, pieces)
+    added = attend(target, None, q, d_out, cut, None, reverse=True, outputs=False).final
+    return starts_of_pieces(decays, added, d_final, pieces, reverse=True)
+
+
+def repeat_heads(x: Array, heads: int) -> Array:
+    """x [B, T, H', D] with every head repeated so that there are `heads`."""
+    return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
