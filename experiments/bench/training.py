@@ -89,16 +89,16 @@ class TrainingEntry:
         """(B, T)."""
         return f"({self.batch}, {self.length})"
 
-    def draw(self) -> dict[str, Array]:
-        """A batch of random tokens, one document a sequence."""
+    def draw(self) -> dict[str, Array | None]:
+        """A batch of random tokens; without documents, so that softmax attention needs no mask and takes cuDNN."""
         shape = (self.batch, self.length)
         tokens = jax.random.randint(jax.random.key(0), shape, 0, self.config.vocab_size)
         return {
             "tokens": tokens,
             "labels": jnp.roll(tokens, -1, axis=1),
             "weights": jnp.ones(shape),
-            "segment_ids": jnp.ones(shape, jnp.int32),
-            "positions": jnp.broadcast_to(jnp.arange(self.length, dtype=jnp.int32), shape),
+            "segment_ids": None,
+            "positions": None,
         }
 
     def failed(self, why: str) -> Row:
