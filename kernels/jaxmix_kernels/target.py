@@ -12,6 +12,7 @@ from jaxmix_kernels.decays import SIZES, BackwardResult, Result
 
 _DTYPES = {"gpu": ("bfloat16",), "tpu": ("bfloat16", "float32")}
 _PROGRAMS = {"gpu": 132, "tpu": 1}
+_COLUMNS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Target:
     def programs(self) -> int:
         """Number of heads of all sequences that keep the device busy: its cores that work side by side."""
         return _PROGRAMS[self.platform]
+
+    def blocks(self, value_size: int) -> int:
+        """Number of programs that work side by side on the value columns of one head."""
+        return -(-value_size // _COLUMNS) if self.platform == "gpu" else 1
 
     @property
     def splits(self) -> bool:

@@ -159,16 +159,19 @@ def test_vmap_joins_the_batch():
 
 
 def test_sequences_are_split_only_as_far_as_it_pays():
-    for heads, length, programs, forward, composed in (
-        (132, 1 << 20, 132, 1, 1024),
-        (100, 1 << 20, 132, 2, 1024),
-        (16, 32768, 132, 16, 32),
-        (16, 4096, 132, 4, 4),
-        (1, 1024, 132, 1, 1),
-        (1, 2047, 132, 1, 2),
-        (1, 32768, 1, 1, 32),
+    for heads, blocks, length, programs, forward, composed in (
+        (132, 1, 1 << 20, 132, 1, 1024),
+        (100, 1, 1 << 20, 132, 1, 1024),
+        (98, 1, 1 << 20, 132, 2, 1024),
+        (64, 2, 1 << 20, 132, 1, 1024),
+        (32, 2, 1 << 20, 132, 8, 1024),
+        (16, 1, 32768, 132, 16, 32),
+        (16, 1, 4096, 132, 4, 4),
+        (1, 1, 1024, 132, 1, 1),
+        (1, 1, 2047, 132, 1, 2),
+        (1, 1, 32768, 1, 1, 32),
     ):
-        assert choose_pieces(heads, length, programs) == forward
+        assert choose_pieces(heads, length, programs, blocks=blocks) == forward
         assert shorten_sums(forward, length) == composed
 
 
