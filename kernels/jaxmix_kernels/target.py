@@ -12,7 +12,6 @@ from jaxmix_kernels.decays import SIZES, BackwardResult, Result
 
 _DTYPES = {"gpu": ("bfloat16",), "tpu": ("bfloat16", "float32")}
 _PROGRAMS = {"gpu": 132, "tpu": 1}
-_COLUMNS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +33,16 @@ class Target:
 
     @property
     def programs(self) -> int:
-        """Number of heads of all sequences that keep the device busy: its cores that work side by side."""
+        """Number of programs that the device runs side by side: its cores."""
         return _PROGRAMS[self.platform]
 
     def blocks(self, value_size: int) -> int:
-        """Number of programs that work side by side on the value columns of one head."""
-        return -(-value_size // _COLUMNS) if self.platform == "gpu" else 1
+        """Number of programs that share the value columns of one head."""
+        if self.platform != "gpu":
+            return 1
+        from jaxmix_kernels.gpu_chunks import COLUMNS
+
+        return -(-value_size // COLUMNS)
 
     @property
     def splits(self) -> bool:

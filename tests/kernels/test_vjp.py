@@ -10,6 +10,7 @@ import pytest
 from jaxmix_kernels.linear_attention import pieces
 from jaxmix_kernels.linear_attention.pieces import choose_pieces, shorten_sums
 from jaxmix_kernels.linear_attention.vjp import final_state, linear_attention
+from jaxmix_kernels.target import Target
 from tests.kernels.reference import make_decays
 from tests.kernels.targets import ReferenceTarget
 from tests.tolerances import assert_close
@@ -23,8 +24,8 @@ CASES = {
     "pieces backward only": (400, (2, 2, 1, 1, 2), (4, 5), 1, True, (1e-3, 1.0)),
     "ragged, segments, grouped heads": (130, (4, 2, 2, 2, 2), (4, 5), 1, True, (1e-3, 1.0)),
     "odd head counts, two sizes": (130, (4, 2, 1, 4, 1), (40, 5), 1, True, (1e-3, 1.0)),
-    "eight pieces with segments": (1000, (4, 2, 2, 2, 2), (4, 5), 32, True, (1e-3, 0.1)),
-    "eight pieces, long memory": (1000, (4, 2, 2, 4, 4), (4, 5), 32, False, (1e-4, 1e-2)),
+    "four pieces with segments": (1000, (4, 2, 2, 2, 2), (4, 5), 32, True, (1e-3, 0.1)),
+    "four pieces, long memory": (1000, (4, 2, 2, 4, 4), (4, 5), 32, False, (1e-4, 1e-2)),
     "strong decay, pieces forward and more backward": (1000, (4, 1, 4, 2, 2), (4, 5), 16, True, (1e-4, 80.0)),
     "two pieces without decay": (300, (2, 1, 1, 0, 1), (4, 5), 8, False, None),
 }
@@ -159,20 +160,30 @@ def test_vmap_joins_the_batch():
 
 
 def test_sequences_are_split_only_as_far_as_it_pays():
-    for heads, blocks, length, programs, forward, composed in (
-        (132, 1, 1 << 20, 132, 1, 1024),
-        (100, 1, 1 << 20, 132, 1, 1024),
-        (98, 1, 1 << 20, 132, 2, 1024),
-        (64, 2, 1 << 20, 132, 1, 1024),
-        (32, 2, 1 << 20, 132, 8, 1024),
-        (16, 1, 32768, 132, 16, 32),
-        (16, 1, 4096, 132, 4, 4),
-        (1, 1, 1024, 132, 1, 1),
-        (1, 1, 2047, 132, 1, 2),
-        (1, 1, 32768, 1, 1, 32),
+    for heads, length, programs, forward, composed in (
+        (1 << 20, 1 << 20, 132, 1, 1024),
+        (67, 1 << 20, 132, 1, 1024),
+        (66, 1 << 20, 132, 2, 1024),
+        (16, 32768, 132, 8, 32),
+        (16, 4096, 132, 4, 4),
+        (1, 1024, 132, 1, 1),
+        (1, 2047, 132, 1, 2),
+        (1, 32768, 1, 1, 32),
     ):
-        assert choose_pieces(heads, length, programs, blocks=blocks) == forward
+        assert choose_pieces(heads, length, programs) == forward
         assert shorten_sums(forward, length) == composed
+
+
+def test_timed_shapes_are_cut_only_where_heads_and_their_blocks_leave_cores_idle():
+    target = Target("gpu")
+    for (batch, length, heads, size), expected in (
+        ((8, 4096, 16, 64), 1),
+        ((4, 4096, 16, 128), 1),
+        ((1, 8192, 96, 128), 1),
+        ((2, 16384, 16, 128), 2),
+        ((1, 32768, 16, 128), 4),
+    ):
+        assert choose_pieces(batch * heads * target.blocks(size), length, target.programs) == expected
 
 
 def test_sizes_above_those_of_the_kernels_are_refused():

@@ -27,8 +27,8 @@ def is_fused(
     links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...], *, target: Target
 ) -> bool:
     """Whether one kernel serves the forward pass of `chain`: it exists, takes the sizes, and no time is cut."""
-    heads, blocks = q.shape[0] * q.shape[2], target.blocks(v.shape[3])
-    if _kernel(links, target) is None or choose_pieces(heads, q.shape[1], target.programs, blocks=blocks) > 1:
+    programs = q.shape[0] * q.shape[2] * target.blocks(v.shape[3])
+    if _kernel(links, target) is None or choose_pieces(programs, q.shape[1], target.programs) > 1:
         return False
     try:
         jax.eval_shape(functools.partial(_fused, links, target), q, k, v, decays, initials)

@@ -20,21 +20,16 @@ LONGEST_SUM = 1024
 """Most tokens over which a composed gradient of log decays sums what others leave behind, and collects its rounding."""
 
 
-def choose_pieces(heads: int, length: int, programs: int, *, blocks: int = 1) -> int:
-    """Number of pieces P: the smallest power of two with P * heads >= programs, while pieces have >= 1024 tokens.
-
-    It is one where heads and their blocks occupy three quarters of the device: the rest is not worth a first pass.
+def choose_pieces(heads: int, length: int, programs: int) -> int:
+    """Number of pieces P: the largest power of two with P * heads <= programs, while pieces have >= 1024 tokens.
 
     Args:
-        heads: heads of all sequences, B * H.
+        heads: programs of uncut sequences: heads of all, B * H, times blocks of value columns of each.
         length: tokens, T.
-        programs: heads that keep the device busy.
-        blocks: blocks of value columns that a kernel serves side by side.
+        programs: programs that a device runs side by side.
     """
     pieces = 1
-    if 4 * heads * blocks >= 3 * programs:
-        return pieces
-    while pieces * heads < programs and length >= 2 * pieces * SHORTEST_PIECE:
+    while 2 * pieces * heads <= programs and length >= 2 * pieces * SHORTEST_PIECE:
         pieces *= 2
     return pieces
 

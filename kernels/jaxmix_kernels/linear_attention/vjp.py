@@ -130,8 +130,8 @@ def _call(
     if initial is None:
         initial = jnp.zeros((k.shape[0], 1, key_size, value_size), _state_dtype(v))
     heads = _state_heads(k, v, decays, initial) if q is None else q.shape[2]
-    blocks = target.blocks(value_size)
-    pieces = backward_pieces = choose_pieces(k.shape[0] * heads, length, target.programs, blocks=blocks)
+    programs = k.shape[0] * heads * target.blocks(value_size)
+    pieces = backward_pieces = choose_pieces(programs, length, target.programs)
     if decays is not None and decays.steps is not None and not target.keeps_states:
         backward_pieces = shorten_sums(pieces, length)
     q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), backward_pieces * CHUNK), (q, k, v))
