@@ -1,5 +1,6 @@
 """The Hopper kernel of the gradients of decayed linear attention, interpreted on a CPU and lowered for a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,9 @@ import pytest
 
 from jaxmix_kernels.decays import CHUNK, BackwardResult
 from jaxmix_kernels.gpu_chunks import SIZES
-from jaxmix_kernels.linear_attention.gpu import decayed_attention
 from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
+from jaxmix_kernels.linear_attention.vjp import linear_attention
+from jaxmix_kernels.target import Target
 from tests.kernels import gpu_checks, reference
 from tests.tolerances import assert_close
 
@@ -46,45 +48,24 @@ def _case(name):
     return q, k, v, d_out, decays, initial, d_final
 
 
-def _serial(q, k, v, steps, initial, starts):
-    """The recurrence, token by token: outputs, the final state, and the state before every token."""
+class OneDevice(Target):
+    """The interpreter calls back in order, which no compiler splits over devices."""
 
-    def step(state, token):
-        q, k, v, g, start = token
-        decayed = jnp.where(start, 0, jnp.exp(g)[..., None, None] * state)
-        after = decayed + k[..., :, None] * v[..., None, :]
-        return after, (jnp.einsum("bhd,bhde->bhe", q, after), state)
-
-    tokens = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, jnp.moveaxis(steps, 1, 2))]
-    starts = jnp.moveaxis(starts, 1, 0)[..., None, None, None]
-    final, (out, states) = jax.lax.scan(step, initial, (*tokens, starts))
-    return jnp.moveaxis(out, 0, 1), final, states
+    splits = False
 
 
+@jax.jit
 def _expected(q, k, v, d_out, decays, initial, d_final):
-    """Gradients of every head by autodiff in float32, and the states before every chunk, rounded."""
-    batch, length, heads, _ = q.shape
-
-    def each(x, axis):
-        return jnp.repeat(x.astype(jnp.float32), heads // x.shape[axis], axis=axis)
-
-    steps, starts = jnp.zeros((batch, heads, length)), jnp.zeros((batch, length), bool)
-    if decays is not None:
-        steps = each(decays.steps, 1).reshape(batch, heads, length)
-    if decays is not None and decays.run is not None:
-        starts = (decays.run != jnp.pad(decays.run[..., :-1], ((0, 0), (0, 0), (1, 0)))).reshape(batch, length)
-    arrays = each(q, 2), each(k, 2), each(v, 2), steps, each(initial, 1)
-    (_, _, states), pullback = jax.vjp(functools.partial(_serial, starts=starts), *arrays)
-    cotangents = each(d_out, 2), each(d_final, 1), jnp.zeros_like(states)
-    dq, dk, dv, d_steps, d_initial = pullback(cotangents)
-    d_steps = None if decays is None else d_steps.reshape(batch, heads, -1, CHUNK)
-    states = jnp.moveaxis(states[::CHUNK], 0, 2).astype(q.dtype)
-    return BackwardResult(dq, dk, dv, d_initial, d_steps), states
+    """Gradients of every head in float32, and the states before every chunk, rounded."""
+    wide = [x.astype(jnp.float32) for x in (q, k, v, d_out)]
+    states = reference.decayed_attention(q, k, v, decays, initial, states=True).states
+    return reference.decayed_attention_backward(*wide, decays, states, d_final), states
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_autodiff_of_the_recurrence_without_races(name):
+def test_equals_the_reference_without_races(name):
     q, k, v, d_out, decays, initial, d_final = _case(name)
+    d_final = None if name == "one chunk" else d_final
     expected, states = _expected(q, k, v, d_out, decays, initial, d_final)
     with gpu_checks.races_forbidden() as interpret:
         actual = decayed_attention_backward(q, k, v, d_out, decays, states, d_final, interpret=interpret)
@@ -92,13 +73,18 @@ def test_equals_autodiff_of_the_recurrence_without_races(name):
     assert_close(actual, expected, TOLERANCE, floor=FLOOR)
 
 
-def test_with_the_states_of_the_forward_kernel_and_no_gradient_of_the_final_state():
+def test_gradients_of_a_call_are_by_the_kernel_from_the_states_that_the_forward_kernel_keeps():
     q, k, v, d_out, decays, initial, d_final = _case("weak decays and segments")
-    expected, _ = _expected(q, k, v, d_out, decays, initial, jnp.zeros_like(d_final))
+    expected, _ = _expected(q, k, v, d_out, decays, initial, d_final)
     with gpu_checks.races_forbidden() as interpret:
-        states = decayed_attention(q, k, v, decays, initial, states=True, interpret=interpret).states
-        actual = decayed_attention_backward(q, k, v, d_out, decays, states, None, interpret=interpret)
-    assert_close(actual, expected, TOLERANCE)
+        target = OneDevice("gpu", interpret=interpret)
+
+        def attend(q, k, v, initial, steps):
+            given = dataclasses.replace(decays, steps=steps)
+            return linear_attention(q, k, v, given, initial, target=target)
+
+        actual = jax.vjp(attend, q, k, v, initial, decays.steps)[1]((d_out, d_final))
+    assert_close(BackwardResult(*actual), expected, TOLERANCE)
 
 
 def _shapes(key_size, value_size, **options):

@@ -18,10 +18,13 @@ from tests.contract.agreement import BF16, F32
 from tests.contract.programs import largest_collective
 from tests.contract.spec import SERIAL, Form, draw_case, evaluate
 from tests.kernels.by_kernel import by_kernel
+from tests.kernels.targets import ReferenceTarget
 from tests.mixers import test_hla2, test_hla3, test_linear_attention
 from tests.tolerances import FORMS, assert_close
 
 INTERPRETED = Target("tpu", interpret=True)
+SPLIT = ReferenceTarget(interpret=True, keeps=True)
+"""The two kernels of a GPU in plain jax.numpy, which devices share like those."""
 SPECS = {
     "linear_attention": test_linear_attention.TestLinearAttention.spec,
     "hla2": test_hla2.TestHLA2.spec,
@@ -43,9 +46,12 @@ def test_the_tpu_kernel_equals_the_serial_form_with_every_gradient(mixer, dtype)
     assert_close(evaluate(ours, variant, case, Form("scan"), dtype), expected, FORMS[dtype])
 
 
-def mix(inputs):
-    with using_target(INTERPRETED):
+def mix(inputs, target=INTERPRETED):
+    with using_target(target):
         return linear_attention(**inputs, implementation="pallas")
+
+
+mix_split = functools.partial(mix, target=SPLIT)
 
 
 @functools.cache
@@ -75,7 +81,7 @@ def test_remat_and_a_scan_over_layers_give_the_same_gradients():
     scales = jnp.array([1.0, 0.5])
 
     def layer(inputs, scale):
-        out, state = jax.checkpoint(mix)(inputs)
+        out, state = jax.checkpoint(mix_split)(inputs)
         return inputs | {"v": inputs["v"] + scale * jnp.tanh(out)}, state
 
     def scanned(inputs):
@@ -85,7 +91,7 @@ def test_remat_and_a_scan_over_layers_give_the_same_gradients():
     def looped(inputs):
         states = []
         for scale in scales:
-            out, state = mix(inputs)
+            out, state = mix_split(inputs)
             inputs, states = inputs | {"v": inputs["v"] + scale * jnp.tanh(out)}, [*states, state]
         return inputs["v"], jax.tree.map(lambda *x: jnp.stack(x), *states)
 
@@ -95,8 +101,8 @@ def test_remat_and_a_scan_over_layers_give_the_same_gradients():
 
 def test_shard_map_over_batches():
     mesh = make_mesh(batch=2)
-    sharded = jax.shard_map(mix, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"), check_vma=False)
-    assert_close(jax.jit(gradient(sharded))(arguments()), jax.jit(gradient(mix))(arguments()), FORMS[F32])
+    sharded = jax.shard_map(mix_split, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"), check_vma=False)
+    assert_close(jax.jit(gradient(sharded))(arguments()), jax.jit(gradient(mix_split))(arguments()), FORMS[F32])
 
 
 def test_a_shard_map_that_keeps_account_of_devices_is_refused():
@@ -115,7 +121,7 @@ def test_plain_jit_splits_kernels_over_devices_without_a_gather(variant, spec):
     drawn = described.draw(np.random.default_rng(0), 2, 6, described.variants[variant])
     inputs = described.cast_inputs(drawn, F32)
     split = jax.device_put(inputs, NamedSharding(make_mesh(batch=2, heads=2), spec))
-    run = jax.jit(gradient(mix))
+    run = jax.jit(gradient(mix_split))
     program = run.lower(split).compile()
     assert largest_collective(program.as_text()) <= 1  # the sum of the loss
     actual = program(split)
@@ -123,22 +129,33 @@ def test_plain_jit_splits_kernels_over_devices_without_a_gather(variant, spec):
     assert {x.sharding.spec for x in actual[1].values()} == {spec}
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("mixer", [linear_attention, hla2], ids=lambda mixer: mixer.__name__)
-def test_forward_and_backward_lower_for_the_device(mixer, platform):
-    wide = jax.ShapeDtypeStruct((1, 4096, 2, 128), BF16)
-    decay, ids = jax.ShapeDtypeStruct((1, 4096, 2), F32), jax.ShapeDtypeStruct((1, 4096), np.int32)
+@pytest.mark.parametrize(
+    ("platform", "mixer", "shape", "count"),
+    [
+        ("tpu", linear_attention, (1, 4096, 2, 128), None),
+        ("tpu", hla2, (1, 4096, 2, 128), None),
+        ("cuda", linear_attention, (8, 4096, 16, 64), 1 + 1),
+        ("cuda", linear_attention, (1, 32768, 16, 128), 2 + 2),
+        ("cuda", hla2, (4, 4096, 16, 128), 1 + 2 + 2),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_forward_and_backward_lower_for_the_device(platform, mixer, shape, count):
+    wide = jax.ShapeDtypeStruct(shape, BF16)
+    decay, ids = jax.ShapeDtypeStruct(shape[:3], F32), jax.ShapeDtypeStruct(shape[:2], np.int32)
 
     def loss(q, k, v, log_decay, ids):
         return jnp.sum(mixer(q, k, v, log_decay, segment_ids=ids, implementation="pallas")[0].astype(F32))
 
     with using_target(Target("gpu" if platform == "cuda" else "tpu")):
-        traced = jax.jit(jax.grad(loss, argnums=range(4))).trace(wide, wide, wide, decay, ids)
+        traced = jax.jit(jax.value_and_grad(loss, argnums=range(4))).trace(wide, wide, wide, decay, ids)
         program = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu"}[platform] in program
-    if platform == "cuda":
-        # One sequence of two heads does not fill the card: it is cut into four pieces.
-        assert "4x1024x2x128" in program
+    if platform == "tpu":
+        assert "tpu_custom_call" in program
+        return
+    assert program.count("custom_call @mosaic_gpu") == count
+    # One sequence of 16 heads does not fill the card: it is cut in four, forward and backward.
+    assert ("4x8192x16x128" in program) == (shape[0] == 1)
 
 
 def test_kernels_are_taken_where_they_serve(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmix_kernels.linear_attention import pieces
 from jaxmix_kernels.linear_attention.pieces import choose_pieces, shorten_sums
-from jaxmix_kernels.linear_attention.vjp import final_state, linear_attention
+from jaxmix_kernels.linear_attention.vjp import final_state, linear_attention, recalled
 from jaxmix_kernels.target import Target
 from tests.kernels.reference import make_decays
 from tests.kernels.targets import ReferenceTarget
@@ -135,6 +135,21 @@ def test_the_final_state_alone(case):
     q = jnp.zeros((*arguments["k"].shape[:2], shared, arguments["k"].shape[3]))
     expected = with_gradients(lambda x: by_token(q, **x, starts=starts)[1], given)
     assert_close(with_gradients(kernel, given), expected, EXACT)
+
+
+def test_a_recalled_call_has_the_gradients_of_the_call(keeps):
+    arguments, decays, _, target = draw(*CASES["ragged, segments, grouped heads"], keeps)
+
+    def call(function, *given):
+        def run(x):
+            return function(x["q"], x["k"], x["v"], decays(x["steps"]), x["initial"], *given, target=target)
+
+        return with_gradients(run, arguments)
+
+    (out, final), expected = call(linear_attention)
+    (nothing, known), actual = call(recalled, final)
+    assert_close((nothing, known), (np.zeros_like(out), final), EXACT)
+    assert_close(actual, expected, EXACT)
 
 
 def test_without_an_initial_state_it_is_zero():
