@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxmix.arrays import Array, Dtype
 from jaxmix.mixers.chunking import Chunks, join_chunks, split_chunks
+from jaxmix.mixers.decay import LogDecay
 from jaxmix.mixers.dispatch import KERNEL_CHUNK
 from jaxmix.mixers.segments import Segments
 from jaxmix_kernels.chain.vjp import chain, is_fused
@@ -35,6 +36,9 @@ class KernelChunks:
 
     Attributes:
         chunks: the same for XLA.
+        by_head: the same with every head of the decays as a sequence of its own, [B Hd, T, 1], in the order in which
+            kernels read them, so that nothing is transposed but the log decays.
+        batch: number of sequences B.
         groups: heads that keep a state of their own, G.
         dtype: dtype of states.
         target: what kernels are made for.
@@ -42,6 +46,8 @@ class KernelChunks:
     """
 
     chunks: Chunks
+    by_head: Chunks
+    batch: int
     groups: int
     dtype: Dtype
     target: Target
@@ -59,7 +65,15 @@ class KernelChunks:
         fused: bool,
     ) -> "KernelChunks":
         """From `log_decay` [B, T, G] and `segments` of [B, T]."""
-        return cls(Chunks.cut(log_decay, segments, KERNEL_CHUNK), groups, dtype, target, fused)
+        chunks = by_head = Chunks.cut(log_decay, segments, KERNEL_CHUNK)
+        batch = 0 if segments is None else segments.valid.shape[0]
+        if log_decay is not None:
+            batch, length, heads = log_decay.shape
+            flat = jnp.swapaxes(log_decay, 1, 2).reshape(batch * heads, length, 1)
+            run = None if chunks.run is None else jnp.repeat(chunks.run, heads, axis=0)
+            sums = LogDecay.accumulate(split_chunks(flat[..., None], KERNEL_CHUNK)[..., 0], run)
+            by_head = Chunks(sums, run, KERNEL_CHUNK, None)
+        return cls(chunks, by_head, batch, groups, dtype, target, fused)
 
     @staticmethod
     def beside(matrix: Array, vector: Array) -> Moments:
@@ -126,29 +140,24 @@ class KernelChunks:
 
     def _decays(self, power: int) -> ChunkDecays | None:
         """Those of a^power; None without decay and segments."""
-        log_decay, run = self.chunks.log_decay, self.chunks.run
+        log_decay, run = self.by_head.log_decay, self.chunks.run
         if log_decay is None and run is None:
             return None
-        enter, leave, kept = (jax.lax.stop_gradient(x) ** power for x in self.chunks.edges(self.dtype))
+
+        def heads_first(x: Array) -> Array:
+            """[B Hd, N, 1, ...] as [B, Hd, N, ...]."""
+            return x.reshape(self.batch, -1, x.shape[1], *x.shape[3:])
+
+        enter, leave, kept = (jax.lax.stop_gradient(x) ** power for x in self.by_head.edges(self.dtype))
+        enter, leave, kept = heads_first(enter[..., 0]), heads_first(leave[..., 0]), heads_first(kept[..., 0, 0])
         if log_decay is None:
-            assert run is not None
-            zeros = jnp.zeros((run.shape[0], 1, *run.shape[1:]), self.dtype)
-            high = low = zeros
+            high = low = jnp.zeros_like(enter)
             steps = None
         else:
             scaled = log_decay.times(power)
-            high, low, steps = (jnp.swapaxes(x, 1, 2) for x in (scaled.high, scaled.low, scaled.steps))
+            high, low, steps = (heads_first(x) for x in (scaled.high, scaled.low, scaled.steps))
             high, low = jax.lax.stop_gradient((high, low))
-        enter, leave, kept = (jnp.swapaxes(x[..., 0], 1, 2) for x in (enter, leave, kept))
-        return ChunkDecays(
-            high=high,
-            low=low,
-            enter=jnp.broadcast_to(enter, high.shape),
-            leave=jnp.broadcast_to(leave, high.shape),
-            kept=jnp.broadcast_to(kept[..., 0], high.shape[:-1]),
-            run=run,
-            steps=steps,
-        )
+        return ChunkDecays(high=high, low=low, enter=enter, leave=leave, kept=kept, run=run, steps=steps)
 
 
 def _merge_heads(x: Array) -> Array:
