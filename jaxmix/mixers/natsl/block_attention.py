@@ -56,7 +56,7 @@ def block_softmax_attention(
         scale: factor on the logits; D^-1/2 by default.
         segment_ids: int32 [B, T]; 0 is padding (output 0), a new id starts a document and a chunk.
         implementation: "dense" forms all pairs of tokens and is the reference; "scan" (the default) visits chosen
-            chunks only, with the memory of one chunk of keys at a time.
+            chunks only, with the memory of 128 keys, or one chunk of more, at a time.
         chunk_size: tokens per chunk C.
         max_documents: see `count_chunks`.
 

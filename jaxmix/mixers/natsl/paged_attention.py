@@ -1,10 +1,10 @@
 """Softmax attention of chunks to themselves and to lists of earlier chunks, one list a head.
 
-Memory is that of one chunk of keys at a time, and the work that of the longest list: nothing has the size of all pairs
-of tokens. The loop over lists has as many turns as the longest list needs, whatever room there is.
+Memory is that of `TILE` keys at a time, and the work that of the longest list: nothing has the size of all pairs of
+tokens. The loop over lists has as many turns as the longest list needs, whatever room there is.
 
 Axes: B rows, H lists (heads of the router), G softmax heads of each, N chunks of queries, C slots, P pages, L places in
-a list. A page holds one chunk of keys and values for the G heads of one list.
+a list, J pages of one turn. A page holds one chunk of keys and values for the G heads of one list.
 """
 
 import dataclasses
@@ -15,6 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxmix.arrays import Array, einsum
+
+TILE = 128
+"""Keys that a query meets in one turn of the loop, or those of one page if it has more.
+
+With fewer a small model on a GPU waits for launches: each turn is some 16 kernels forward and 29 backward.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +115,14 @@ def _forward(options: PagedOptions, arrays: Paged, places: Places) -> Any:
         top = jnp.full(q.shape[:-1], -jnp.inf, q.dtype)
         total, out = jnp.zeros_like(top), jnp.zeros((*q.shape[:-1], arrays.own_v.shape[-1]), q.dtype)
 
-    # Early queries skip late pages, which takes a quarter off the forward pass at 8192 tokens on a CPU.
+    # Early queries skip late pages of long lists, which takes a quarter off the forward pass at 8192 tokens on a CPU.
+    # No query sees the page of the last chunk.
     chunks = q.shape[3]
-    half = chunks // 2
-    carry = _visit_pages(q, arrays, places, (-1, half - 1 if half else chunks), (top, total, out))
+    half = chunks // 2 if places.read.page.shape[-1] > 4 * _tile(arrays, places.read) else 0
+    carry = _visit_pages(q, arrays, places, (-1, half - 1 if half else chunks - 1), (top, total, out))
     if half:
         early, late = ([x[:, :, :, part] for x in carry] for part in (slice(half), slice(half, None)))
-        late = _visit_pages(q[:, :, :, half:], arrays, places, (half - 1, chunks), late)
+        late = _visit_pages(q[:, :, :, half:], arrays, places, (half - 1, chunks - 1), late)
         carry = [jnp.concatenate(pair, axis=3) for pair in zip(early, late, strict=True)]
     top, total, out = carry
     lse = jnp.where(total > 0, _finite(top) + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
@@ -127,25 +134,27 @@ def _visit_pages(q: Array, arrays: Paged, places: Places, chunks: tuple[int, int
     """Running maximum, sum and output of the last N' chunks of queries q, after pages of the chunks [from, to)."""
     read, first = places.read, places.document.shape[1] - q.shape[3]
     low, high = chunks
-    size = read.page.shape[-1]
+    size, tile = read.page.shape[-1], _tile(arrays, read)
     place = jnp.arange(size)
     chosen = (read.chunk >= low) & (read.chunk < high) & (place < read.count[..., None])
-    begin, end = jnp.min(jnp.where(chosen, place, size)), jnp.max(jnp.where(chosen, place + 1, 0))
+    begin, end = size - _longest(jnp.where(chosen, size - place, 0)), _longest(jnp.where(chosen, place + 1, 0))
+    read, weights = _padded(read, tile), _pad(arrays.weight, tile)
 
-    def visit(place: Array, carry: Any) -> Any:
+    def visit(turn: Array, carry: Any) -> Any:
         top, total, out = carry
-        k, v = (_take_page(x, read.page[..., place]) for x in (arrays.page_k, arrays.page_v))
-        seen = (
-            _visible(read, place, places.document)[:, :, :, first:] & chosen[..., place][:, :, None, None, None, None]
-        )
-        logits = jnp.where(seen, einsum("bhgncd,bhgsd->bhgncs", q, k), -jnp.inf)
-        new = jnp.maximum(top, jnp.max(logits, axis=-1))
+        at = begin + tile * turn
+        pages = _Pages.of(read, at, tile)
+        k, v = (_take_pages(x, pages) for x in (arrays.page_k, arrays.page_v))
+        inside = _by_page(pages.listed & (pages.chunk >= low) & (pages.chunk < high))
+        seen = pages.visible(places.document)[:, :, :, first:] & inside
+        logits = jnp.where(seen, einsum("bhgncd,bhgjsd->bhgncjs", q, k), -jnp.inf)
+        new = jnp.maximum(top, jnp.max(logits, axis=(-2, -1)))
         rescale = jnp.exp(top - _finite(new))
-        p = _weigh(arrays.weight, place) * jnp.exp(logits - _finite(new)[..., None])
-        total = rescale * total + jnp.sum(p, axis=-1)
-        return new, total, rescale[..., None] * out + einsum("bhgncs,bhgse->bhgnce", p, v)
+        p = _by_page(_cut(weights, at, tile)) * jnp.exp(logits - _finite(new)[..., None, None])
+        total = rescale * total + jnp.sum(p, axis=(-2, -1))
+        return new, total, rescale[..., None] * out + einsum("bhgncjs,bhgjse->bhgnce", p, v)
 
-    return jax.lax.fori_loop(begin, end, visit, tuple(carry))
+    return jax.lax.fori_loop(0, -(-(end - begin) // tile), visit, tuple(carry))
 
 
 def _backward(options: PagedOptions, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Paged, None]:
@@ -162,42 +171,104 @@ def _backward(options: PagedOptions, saved: Any, cotangents: tuple[Array, Array]
         d_q = einsum("bhgncs,bhgnsd->bhgncd", d_logits, arrays.own_k)
         d_own_k = einsum("bhgncs,bhgncd->bhgnsd", d_logits, q)
         d_own_v = einsum("bhgncs,bhgnce->bhgnse", p, d_out)
-    rows = jnp.arange(q.shape[0])[:, None]
+    rows = jnp.arange(q.shape[0])[:, None, None]
 
-    def effect(lists: PageLists, place: Array, cap: bool) -> tuple[Array, Array, Array, Array]:
-        """The page's keys, exp(s - lse), that times the cotangent of s at weight 1, and its sum over all pairs."""
-        k, v = (_take_page(x, lists.page[..., place]) for x in (arrays.page_k, arrays.page_v))
-        logits = einsum("bhgncd,bhgsd->bhgncs", q, k) - shift
+    def effect(pages: _Pages, cap: bool) -> tuple[Array, Array, Array, Array]:
+        """The pages' keys, exp(s - lse), that times the cotangent of s at weight 1, and its sums over all pairs."""
+        k, v = (_take_pages(x, pages) for x in (arrays.page_k, arrays.page_v))
+        logits = einsum("bhgncd,bhgjsd->bhgncjs", q, k) - shift[..., None]
         if cap:
-            logits = jnp.where(seen[..., None], jnp.minimum(logits, 0), 0)
-        p = jnp.exp(jnp.where(_visible(lists, place, places.document), logits, -jnp.inf))
-        pull = p * (einsum("bhgnce,bhgse->bhgncs", d_out, v) - d_shift)
-        return k, p, pull, jnp.sum(pull, axis=(2, 3, 4, 5))
+            logits = jnp.where(seen[..., None, None], jnp.minimum(logits, 0), 0)
+        p = jnp.exp(jnp.where(pages.visible(places.document), logits, -jnp.inf))
+        pull = p * (einsum("bhgnce,bhgjse->bhgncjs", d_out, v) - d_shift[..., None])
+        return k, p, pull, jnp.sum(pull, axis=(2, 3, 4, 6))
 
-    def visit(place: Array, carry: Any) -> Any:
+    tile = _tile(arrays, places.read)
+    read, weights = _padded(places.read, tile), _pad(arrays.weight, tile)
+
+    def visit(turn: Array, carry: Any) -> Any:
         d_q, d_k, d_v, d_weight = carry
-        k, p, pull, total = effect(places.read, place, False)
-        weight, at = _weigh(arrays.weight, place), (rows, places.read.page[..., place])
-        d_k = d_k.at[at].add(einsum("bhgncs,bhgncd->bhgsd", weight * pull, q))
-        d_v = d_v.at[at].add(einsum("bhgncs,bhgnce->bhgse", weight * p, d_out))
-        d_q = d_q + einsum("bhgncs,bhgsd->bhgncd", weight * pull, k)
-        return d_q, d_k, d_v, d_weight.at[..., place].set(total)
+        at = tile * turn
+        pages, weight = _Pages.of(read, at, tile), _by_page(_cut(weights, at, tile))
+        k, p, pull, total = effect(pages, False)
+        d_k = d_k.at[rows, pages.page].add(einsum("bhgncjs,bhgncd->bhjgsd", weight * pull, q))
+        d_v = d_v.at[rows, pages.page].add(einsum("bhgncjs,bhgnce->bhjgse", weight * p, d_out))
+        d_q = d_q + einsum("bhgncjs,bhgjsd->bhgncd", weight * pull, k)
+        return d_q, d_k, d_v, jax.lax.dynamic_update_slice_in_dim(d_weight, total, at, axis=-1)
 
-    start = (d_q, jnp.zeros_like(arrays.page_k), jnp.zeros_like(arrays.page_v), jnp.zeros_like(arrays.weight))
-    d_q, d_k, d_v, d_weight = jax.lax.fori_loop(0, jnp.max(places.read.count), visit, start)
-    d_other = None
+    start = (d_q, jnp.zeros_like(arrays.page_k), jnp.zeros_like(arrays.page_v), jnp.zeros_like(weights))
+    turns = -(-_longest(read.count) // tile)
+    d_q, d_k, d_v, d_weight = jax.lax.fori_loop(0, turns, visit, start)
+    d_weight, d_other = d_weight[..., : arrays.weight.shape[-1]], None
     if arrays.other is not None:
-        unread = places.unread
-        assert unread is not None
+        assert places.unread is not None
+        tile = _tile(arrays, places.unread)
+        unread = _padded(places.unread, tile)
 
-        def look(place: Array, d_other: Array) -> Array:
-            return d_other.at[..., place].set(effect(unread, place, True)[3])
+        def look(turn: Array, d_other: Array) -> Array:
+            total = effect(_Pages.of(unread, tile * turn, tile), True)[3]
+            return jax.lax.dynamic_update_slice_in_dim(d_other, total, tile * turn, axis=-1)
 
-        d_other = jax.lax.fori_loop(0, jnp.max(unread.count), look, jnp.zeros_like(arrays.other))
+        d_other = jnp.zeros_like(_pad(arrays.other, tile))
+        d_other = jax.lax.fori_loop(0, -(-_longest(unread.count) // tile), look, d_other)
+        d_other = d_other[..., : arrays.other.shape[-1]]
     return Paged(options.scale * d_q, d_own_k, d_own_v, d_k, d_v, d_weight, d_other), None
 
 
 paged_attention.defvjp(_forward, _backward)
+
+
+class _Pages(NamedTuple):
+    """Pages at J places of each list, [B, H, J]; places behind a list's end repeat its last page, `listed` False."""
+
+    page: Array
+    chunk: Array
+    document: Array
+    listed: Array
+
+    @classmethod
+    def of(cls, lists: PageLists, first: Array, tile: int) -> "_Pages":
+        """Those from a place on; the lists are `_padded`."""
+        page, chunk, document = (_cut(x, first, tile) for x in (lists.page, lists.chunk, lists.document))
+        return cls(page, chunk, document, first + jnp.arange(tile) < lists.count[..., None])
+
+    def visible(self, document: Array) -> Array:
+        """Chunks of queries that see each page, [B, H, 1, N, 1, J, 1]."""
+        same = document[:, None, :, None] == self.document[:, :, None]
+        later = jnp.arange(document.shape[1])[:, None] > self.chunk[:, :, None]
+        return (same & later & self.listed[:, :, None])[:, :, None, :, None, :, None]
+
+
+def _tile(arrays: Paged, lists: PageLists) -> int:
+    """The number of pages J that a turn of the loop visits."""
+    return min(lists.page.shape[-1], max(1, TILE // arrays.page_k.shape[3]))
+
+
+def _padded(lists: PageLists, tile: int) -> PageLists:
+    """The lists with room for a turn that begins anywhere in them, their last pages repeated behind their ends."""
+    place = jnp.arange(lists.page.shape[-1] + tile - 1)
+    last = jnp.maximum(lists.count[..., None] - 1, 0)
+    page = jnp.take_along_axis(lists.page, jnp.minimum(place, last), axis=-1)
+    return PageLists(page, _pad(lists.chunk, tile), _pad(lists.document, tile), lists.count)
+
+
+def _pad(x: Array, tile: int) -> Array:
+    return jnp.pad(x, [(0, 0), (0, 0), (0, tile - 1)])
+
+
+def _cut(x: Array, first: Array, tile: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, first, tile, axis=-1)
+
+
+@jax.custom_batching.custom_vmap
+def _longest(count: Array) -> Array:
+    """The largest number, under `jax.vmap` that of all calls: a loop whose end differs copies all that it carries."""
+    return jnp.max(count)
+
+
+@_longest.def_vmap
+def _longest_of_all(axis_size: int, in_batched: Any, count: Array) -> tuple[Array, bool]:
+    return _longest(count), False
 
 
 def _own_logits(q: Array, own_k: Array, places: Places) -> Array:
@@ -205,21 +276,14 @@ def _own_logits(q: Array, own_k: Array, places: Places) -> Array:
     return jnp.where(places.own_mask[:, None, None], logits, -jnp.inf)
 
 
-def _visible(lists: PageLists, place: Array, document: Array) -> Array:
-    """Chunks of queries that see the page at a place of each list, [B, H, 1, N, 1, 1]."""
-    same = document[:, None] == lists.document[..., place, None]
-    later = jnp.arange(document.shape[1]) > lists.chunk[..., place, None]
-    listed = (place < lists.count)[..., None]
-    return (same & later & listed)[:, :, None, :, None, None]
+def _take_pages(x: Array, pages: _Pages) -> Array:
+    """x [B, P, G, ...] at the pages: [B, H, G, J, ...]."""
+    return jnp.moveaxis(jax.vmap(lambda row, at: row[at])(x, pages.page), 2, 3)
 
 
-def _take_page(x: Array, page: Array) -> Array:
-    """x [B, P, ...] at pages [B, H]: [B, H, ...]."""
-    return jax.vmap(lambda row, at: row[at])(x, page)
-
-
-def _weigh(weight: Array, place: Array) -> Array:
-    return weight[..., place][:, :, None, None, None, None]
+def _by_page(x: Array) -> Array:
+    """x [B, H, J] beside arrays [B, H, G, N, C, J, C]."""
+    return x[:, :, None, None, None, :, None]
 
 
 def _finite(x: Array) -> Array:
