@@ -12,13 +12,15 @@ from tests.contract.spec import precision
 from tests.tolerances import FORMS, assert_close, assert_same_bits
 
 BATCH, TOKENS, HEADS, GROUP, CHUNK = 2, 22, 2, 2, 4
+LONG = 600
+"""Tokens whose lists take several turns, early and late queries apart."""
 PACKED = np.array([[1] * 9 + [0] * 2 + [2] * 11, [0, 3, 3] + [4] * 14 + [0] + [4] * 4], np.int32)
-LAYOUTS = {"one document": (None, None), "packed": (PACKED, 3)}
+LAYOUTS = {"one document": (TOKENS, None, None), "packed": (TOKENS, PACKED, 3), "long": (LONG, None, None)}
 
 
-def draw(layout, tokens=TOKENS):
+def draw(layout):
     """q, k, v and a selection of about half of the chunks, with the options of the layout."""
-    ids, documents = LAYOUTS[layout]
+    tokens, ids, documents = LAYOUTS[layout]
     rng = np.random.default_rng(0)
     shape = (BATCH, tokens, HEADS * GROUP)
     chunks = count_chunks(tokens, CHUNK, packed=ids is not None, continued=False, max_documents=documents)
@@ -32,7 +34,8 @@ def test_the_scan_equals_the_dense_form_with_every_gradient(layout):
     arrays, options = draw(layout)
     rng = np.random.default_rng(1)
     weights = rng.normal(size=arrays[2].shape), rng.normal(size=arrays[0].shape[:3])
-    real = np.ones((BATCH, TOKENS), bool) if options["segment_ids"] is None else options["segment_ids"] != 0
+    ids = options["segment_ids"]
+    real = np.ones(arrays[0].shape[:2], bool) if ids is None else ids != 0
     with precision():
 
         def loss(arrays, form):
@@ -60,6 +63,25 @@ def test_all_blocks_are_softmax_attention_and_none_is_a_block_by_itself():
         alone, _ = block_softmax_attention(q, k, v, 0 * ones, **options)
         ids = jnp.tile(1 + jnp.arange(TOKENS, dtype=jnp.int32) // CHUNK, (BATCH, 1))
         assert_close(alone, softmax_attention(q, k, v, segment_ids=ids)[0], FORMS[F64])
+
+
+def test_calls_under_vmap_with_lists_of_different_lengths_are_those_calls_by_themselves():
+    (q, k, v, _), options = draw("long")
+    shape = (3, BATCH, LONG // CHUNK, HEADS)
+    selections = np.random.default_rng(2).random(shape) < np.array([0.0, 0.1, 0.9])[:, None, None, None]
+    with precision():
+        q, k, v, selections = jax.tree.map(jnp.asarray, (q, k, v, selections.astype(np.float64)))
+
+        def gradients(selection):
+            def loss(*arrays):
+                out, lse = block_softmax_attention(*arrays, **options)
+                return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+            return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(q, k, v, selection)
+
+        together = jax.device_get(jax.jit(jax.vmap(gradients))(selections))
+        alone = [jax.device_get(jax.jit(gradients)(selection)) for selection in selections]
+        assert_close(together, jax.tree.map(lambda *x: np.stack(x), *alone), FORMS[F64])
 
 
 def test_padding_may_hold_anything_and_gives_zeros():
