@@ -9,6 +9,9 @@ which stay in its registers. The links run side by side, each a chunk or two beh
 in shared memory, in a ring of two tiles, and never leave the multiprocessor. One more warpgroup does nothing but copy
 chunks of the inputs into rings of their own. A program serves one head and one block of value columns; programs of one
 head repeat what the blocks share.
+
+Where gradients need it, states before all chunks and results of links are kept: every link writes its states as it
+comes by, and whoever reads a result first also copies it. What the blocks share is written by the first.
 """
 
 import dataclasses
@@ -67,9 +70,10 @@ def chain_forward(
     decays: ChunkDecays | None,
     initials: tuple[Array | None, ...],
     *,
+    keep: bool = False,
     interpret: Any = False,
-) -> tuple[Array, tuple[Array, ...]]:
-    """The output of the last link, and the final states of all.
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    """The output of the last link, the final states of all, and what their gradients need.
 
     Args:
         links: the chain; all but the last give tiles to later ones.
@@ -78,10 +82,12 @@ def chain_forward(
         v: values [B, T, Hv, E].
         decays: decays and segments; None for neither.
         initials: states before the first chunk, one a link, [B, Hs, D, D or E], float32; None for zeros.
+        keep: asks for what the gradients need.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
 
     Returns:
-        out [B, T, H, E] and states [B, H, D, D or E].
+        out [B, T, H, E]; states [B, H, D, D or E]; with `keep` the states before every chunk of all links,
+        [B, H, N, D, D or E], and then the results of all but the last, [B, T, H, D or E], as later links read them.
 
     Raises:
         NotImplementedError: the kernel does not take these dtypes or sizes.
@@ -104,9 +110,14 @@ def chain_forward(
         raise NotImplementedError(f"B * H * E / {columns} must be at most {LARGEST_GRID}, got {programs}")
     plan = _Plan(links, heads, key_size, columns, bool(interpret))
     results = {"out": jax.ShapeDtypeStruct((batch, q.shape[1], heads, value_size), q.dtype)}
-    for i, link in enumerate(links):
-        width = key_size if plan.is_keyed(link.values) else value_size
+    widths = [key_size if plan.is_keyed(link.values) else value_size for link in links]
+    for i, width in enumerate(widths):
         results[f"final {i}"] = jax.ShapeDtypeStruct((batch, heads, key_size, width), jnp.float32)
+    if keep:
+        shape = batch, heads, q.shape[1] // CHUNK, key_size
+        results |= {f"states {i}": jax.ShapeDtypeStruct((*shape, width), q.dtype) for i, width in enumerate(widths)}
+        for link, width in zip(links[:-1], widths, strict=False):
+            results[f"result {link.result}"] = jax.ShapeDtypeStruct((*q.shape[:3], width), q.dtype)
     scratch = plan.scratch([name for name in given if name in _VECTORS], q.dtype)
     kernel = plgpu.kernel(
         lambda *refs: _program(plan, dict(zip((*given, *results, *scratch), refs, strict=True))),
@@ -119,8 +130,8 @@ def chain_forward(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter(interpret),
     )
-    out, *finals = kernel(*given.values())
-    return out, tuple(finals)
+    out, *rest = kernel(*given.values())
+    return out, tuple(rest[: len(links)]), tuple(rest[len(links) :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +157,10 @@ class _Plan:
             for part in (range(self.key_size // COLUMNS) if self.is_keyed(link.values) else (None,))
         ]
         return tuple(_Worker(number, link, part) for number, (link, part) in enumerate(parts))
+
+    def first_reader(self, result: str) -> _Worker:
+        """The worker that copies the result of a link where it is kept."""
+        return next(worker for worker in self.workers if result in worker.groups)
 
     @property
     def overlap(self) -> bool:
@@ -261,11 +276,30 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
     vectors = tuple(name for name in _VECTORS if name in ref)
     read = {group: ("q", *vectors) if group == "q" else (group,) for group in worker.groups}
 
+    results = [link.result for link in plan.links[:-1]]
+    copied = [name for name in results if f"result {name}" in ref and plan.first_reader(name) is worker]
+
+    def keep(source: Any, name: str, place: tuple[Any, ...], *, shared: bool) -> None:
+        """Copies to an array that is kept; what the blocks share, from the first of them."""
+        if name not in ref:
+            return
+
+        def copy() -> None:
+            plgpu.copy_smem_to_gmem(source, ref[name].at[place])
+
+        blocks = ref["out"].shape[3] // plan.columns
+        pl.when(block == 0)(copy) if shared and blocks > 1 else copy()
+
     def step(n: Any, state: Array) -> Array:
         kept = None
         if "kept" in ref:
             kept = ref["kept"][batch, group_of_head(head, plan.heads, ref["kept"].shape[1]), n]
+        keep(rounded, f"states {number}", (batch, head, n, slice(None), state_columns), shared=worker.part is not None)
         tiles = rings.take(read, n)
+        for name in copied:
+            columns = slice(None) if plan.is_keyed(name) else block_columns
+            place = batch, pl.ds(n * CHUNK, CHUNK), head, columns
+            keep(tiles[name], f"result {name}", place, shared=plan.is_keyed(name))
         out, state = attend_chunk(
             products,
             tiles["q"],
@@ -280,6 +314,8 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
             overlap=plan.overlap,
         )
         assert out is not None
+        if f"states {number}" in ref:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         rings.release(read, n)
         rounded[...] = state.astype(dtype)
         if link.result == "out":
@@ -305,10 +341,10 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
     rounded[...] = state.astype(dtype)
     plgpu.commit_smem()
     state = lax.fori_loop(0, ref["q"].shape[1] // CHUNK, step, state)
-    if link.result == "out":
-        plgpu.wait_smem_to_gmem(0)
-    else:
+    if link.result != "out":
         rings.drain(link.result)
+    if link.result == "out" or f"states {number}" in ref:
+        plgpu.wait_smem_to_gmem(0)
 
     def store() -> None:
         ref[f"final {number}"][batch, head, :, state_columns] = state

@@ -153,10 +153,12 @@ class OneDevice(Target):
     splits = False
 
 
-def test_the_gpu_kernel_interpreted():
+def test_the_gpu_kernels_interpreted_with_every_gradient():
     inputs = draw(batch=1, heads=2, groups=1, tokens=70, dtype=BF16, key_size=64, value_size=32)
-    actual = jax.jit(functools.partial(mix, target=OneDevice("gpu", interpret=True)))(inputs)
-    assert_close(actual, mix(inputs, implementation="scan"), FORMS[np.dtype(jnp.bfloat16)])
+    run = functools.partial(mix, target=OneDevice("gpu", interpret=True))
+    actual = jax.jit(with_gradients(run))(inputs)
+    expected = jax.jit(with_gradients(functools.partial(mix, implementation="scan")))(inputs)
+    assert_close(actual, expected, FORMS[np.dtype(jnp.bfloat16)])
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -171,8 +173,8 @@ def test_one_kernel_forward_and_backward_no_kernel_for_what_nothing_reads(name, 
 
     assert kernels(forward, inputs, platform=platform) == 1
     backward = jax.value_and_grad(lambda inputs: jnp.sum(forward(inputs).astype(F32)))
-    # All links but the last again, and three gradients of each; or all for their states, and one kernel for each.
-    expected = 1 + len(links) - 1 + 3 * len(links) if platform == "tpu" else 1 + 2 * len(links)
+    # All links but the last again, and three gradients of each; or all gradients of each at once.
+    expected = 1 + len(links) - 1 + 3 * len(links) if platform == "tpu" else 1 + len(links)
     assert kernels(backward, inputs, platform=platform) == expected
 
 

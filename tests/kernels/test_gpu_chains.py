@@ -24,8 +24,8 @@ KERNELS = {
     "hla3": (hla3.hla3_forward, hla3.LINKS),
 }
 CASES = {
-    "decays and segments": {"segments": True},
-    "neither, grouped heads": {"decay": None, "segments": False, "heads": 4},
+    "decays and segments, what gradients need": ({"segments": True}, True),
+    "neither, grouped heads": ({"decay": None, "segments": False, "heads": 4}, False),
 }
 
 
@@ -59,36 +59,39 @@ def _to_power(decays, power):
     return dataclasses.replace(decays, **scaled, **raised)
 
 
-def _expected(links, q, k, v, decays, states):
+def _expected(links, q, k, v, decays, states, keep):
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    tiles, finals = {"k": k, "v": v}, []
+    tiles, finals, kept = {"k": k, "v": v}, [], []
     for link, state in zip(links, states, strict=True):
         state = jnp.repeat(state, q.shape[2], axis=1)
         decayed = _to_power(decays, link.power)
-        result = reference.decayed_attention(q, tiles[link.keys], tiles[link.values], decayed, state)
+        result = reference.decayed_attention(q, tiles[link.keys], tiles[link.values], decayed, state, states=True)
         tiles[link.result] = result.out
         finals.append(result.final)
-    return tiles["out"], *finals
+        kept.append(result.states)
+    kept += [tiles[link.result] for link in links[:-1]]
+    return tiles["out"], *finals, *(kept if keep else ())
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_its_linear_attentions_without_races(case, name):
     function, links = KERNELS[name]
-    arrays = _case(CASES[case])
+    options, keep = CASES[case]
+    arrays = _case(options)
     states = _initials(links, *arrays[:3])
     with gpu_checks.races_forbidden() as interpret:
-        actual = _call(function, links, *arrays, states, interpret=interpret)
-    assert_close(actual, _expected(links, *arrays, states), TOLERANCE)
+        actual = _call(function, links, *arrays, states, keep=keep, interpret=interpret)
+    assert_close(actual, _expected(links, *arrays, states, keep), TOLERANCE)
 
 
 def test_a_key_size_of_128_in_two_parts():
     links = hla2.LINKS
     arrays = _case({"tokens": 4 * CHUNK, "heads": 1, "key_size": 128, "value_size": 128, "segments": False})
     with gpu_checks.races_forbidden() as interpret:
-        actual = hla2.hla2_forward(*arrays, None, None, None, interpret=interpret)
+        actual = hla2.hla2_forward(*arrays, None, None, None, keep=True, interpret=interpret)
     states = [jnp.zeros_like(x[:, :1]) for x in _initials(links, *arrays[:3])]
-    assert_close(actual, _expected(links, *arrays, states), TOLERANCE)
+    assert_close(actual, _expected(links, *arrays, states, True), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -102,7 +105,9 @@ def test_lowers_for_a_gpu(sizes, name):
     for options in ({}, {"decay": None, "segments": False}):
         shapes = {"key_size": sizes[0], "value_size": sizes[1], **options}
         arrays = jax.eval_shape(functools.partial(_case, shapes))
-        gpu_checks.lower(functools.partial(_call, function, links, states=[None] * len(links)), *arrays)
+        for keep in (False, True):
+            call = functools.partial(_call, function, links, states=[None] * len(links), keep=keep)
+            gpu_checks.lower(call, *arrays)
 
 
 def test_refuses_what_it_cannot_serve():

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmix_kernels.linear_attention import pieces
 from jaxmix_kernels.linear_attention.pieces import choose_pieces, shorten_sums
-from jaxmix_kernels.linear_attention.vjp import final_state, linear_attention, recalled
+from jaxmix_kernels.linear_attention.vjp import Known, final_state, linear_attention, recalled
 from jaxmix_kernels.target import Target
 from tests.kernels.reference import make_decays
 from tests.kernels.targets import ReferenceTarget
@@ -147,9 +147,16 @@ def test_a_recalled_call_has_the_gradients_of_the_call(keeps):
         return with_gradients(run, arguments)
 
     (out, final), expected = call(linear_attention)
-    (nothing, known), actual = call(recalled, final)
-    assert_close((nothing, known), (np.zeros_like(out), final), EXACT)
-    assert_close(actual, expected, EXACT)
+    states = None
+    if keeps:
+        k, v = (pieces.pad_sizes(arguments[name], (3,), 64) for name in "kv")
+        initial = pieces.pad_sizes(arguments["initial"], (2, 3))
+        constants = dataclasses.replace(decays(arguments["steps"]), steps=None)
+        states = target.decayed_attention(None, k, v, constants, initial, outputs=False, states=True).states
+    for known in (Known(None, final, states), Known(out, final, states)):
+        results, actual = call(recalled, known)
+        assert_close(results, (np.zeros_like(out) if known.out is None else out, final), EXACT)
+        assert_close(actual, expected, EXACT)
 
 
 def test_without_an_initial_state_it_is_zero():

@@ -15,8 +15,9 @@ def ahla_forward(
     initial_p: Array | None,
     initial_e: Array | None,
     *,
+    keep: bool = False,
     interpret: Any = False,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """LA(q, k, vt; a) with vt = LA(q, k, v; a), which is rounded to the dtype of v as an operand.
 
     Args:
@@ -26,13 +27,15 @@ def ahla_forward(
         decays: chunk decays of a and segments; None for neither.
         initial_p: P before the first chunk, [B, Hs, D, E], float32; None for zeros.
         initial_e: E before the first chunk, likewise.
+        keep: asks for what the gradients need as well.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
 
     Returns:
-        out [B, T, H, E] in the dtype of v, P and E [B, H, D, E] after the last chunk, float32.
+        out [B, T, H, E] in the dtype of v, P and E [B, H, D, E] after the last chunk, float32; with
+        `keep` states and results for the gradients, as of `chain_forward`.
 
     Raises:
         NotImplementedError: the kernel does not take these dtypes or sizes.
     """
-    out, (p, second) = chain_forward(LINKS, q, k, v, decays, (initial_p, initial_e), interpret=interpret)
-    return out, p, second
+    out, finals, kept = chain_forward(LINKS, q, k, v, decays, (initial_p, initial_e), keep=keep, interpret=interpret)
+    return out, *finals, *kept

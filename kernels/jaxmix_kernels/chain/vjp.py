@@ -1,7 +1,8 @@
 """Chains of linear attentions with their gradients: forward one kernel, backward the links one after the other.
 
-The fused kernel keeps what one link hands to the next on the chip. The gradients need it: backward all links but the
-last are computed again, each by a kernel of its own, and of the last its states where the target keeps them.
+What one link hands to the next stays on the chip, but the gradients need it. Where the target `keeps_states`, the fused
+kernel of a differentiated call also writes it, and the states of all links. Elsewhere all links but the last are
+computed again, each by a kernel of its own.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax
 from jaxmix_kernels.decays import CHUNK, ChunkDecays
 from jaxmix_kernels.linear_attention.partition import spread
 from jaxmix_kernels.linear_attention.pieces import choose_pieces, pad_sizes
-from jaxmix_kernels.linear_attention.vjp import linear_attention, recalled
+from jaxmix_kernels.linear_attention.vjp import Known, linear_attention, recalled
 from jaxmix_kernels.links import AHLA, HLA2, HLA3, Link, Links, follow
 from jaxmix_kernels.target import Target
 
@@ -57,23 +58,28 @@ def chain(
     Returns:
         out [B, T, H, E] in the dtype of v, and the final states as `linear_attention` gives them.
     """
-    return _fused(links, target, q, k, v, decays, initials)
+    out, known = _fused(links, target, q, k, v, decays, initials)
+    return out, tuple(each.final for each in known)
 
 
 def _forward(links: Links, target: Target, *arrays: Any) -> tuple[Any, Any]:
-    out, finals = _fused(links, target, *arrays)
-    return (out, finals), (arrays, finals[-1])
+    out, known = _fused(links, target, *arrays, keep=target.keeps_states)
+    finals = tuple(each.final for each in known)
+    # Links that miss what they hand on are computed again.
+    recalls = known if target.keeps_states else (*(None for _ in links[:-1]), known[-1])
+    return (out, finals), (arrays, recalls)
 
 
 def _backward(links: Links, target: Target, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    arrays, last = residuals
+    arrays, recalls = residuals
 
     def composition(q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...]) -> Any:
         def attend(link: Link, keys: Array, values: Array, initial: Array) -> tuple[Array, Array]:
             arguments = q, keys, values, decays[link.power], initial
-            if link is links[-1]:
-                return recalled(*arguments, last, target=target)
-            return linear_attention(*arguments, target=target)
+            known = recalls[links.index(link)]
+            if known is None:
+                return linear_attention(*arguments, target=target)
+            return recalled(*arguments, known, target=target)
 
         return follow(links, k, v, initials, attend)
 
@@ -84,8 +90,17 @@ chain.defvjp(_forward, _backward)
 
 
 def _fused(
-    links: Links, target: Target, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...]
-) -> tuple[Array, tuple[Array, ...]]:
+    links: Links,
+    target: Target,
+    q: Array,
+    k: Array,
+    v: Array,
+    decays: Decays,
+    initials: tuple[Array, ...],
+    *,
+    keep: bool = False,
+) -> tuple[Array, tuple[Known, ...]]:
+    """The result of the last link, and of all links the final states, with `keep` also what gradients need."""
     length, heads, sizes = q.shape[1], q.shape[2], {"k": k.shape[3], "v": v.shape[3]}
     counts = {"k": k.shape[2], "v": v.shape[2]}
     kernel = _kernel(links, target)
@@ -95,22 +110,28 @@ def _fused(
     given = [x if power == 1 or target.platform == "tpu" else None for power, x in sorted(decays.items())]
     given = [None if x is None else dataclasses.replace(x, steps=None) for x in given]
     starts = [pad_sizes(x, (2, 3)) for x in initials]
+    options = {"keep": True} if keep else {}
 
     def run(*arrays: Any) -> tuple[Array, ...]:
-        return kernel(*arrays, interpret=target.interpret)
+        return kernel(*arrays, interpret=target.interpret, **options)
 
-    axes = (2,) * 3 + (1,) * (len(given) + len(starts))
-    results = (2,) + (1,) * len(starts)
-    out, *states = spread(run, (*padded, *given, *starts), axes, results, splits=target.splits)
-    finals = []
-    for link, initial, state in zip(links, initials, states, strict=True):
+    count = len(links)
+    axes = (2,) * 3 + (1,) * (len(given) + count)
+    results = (2,) + (1,) * count + ((1,) * count + (2,) * (count - 1) if keep else ())
+    out, *rest = spread(run, (*padded, *given, *starts), axes, results, splits=target.splits)
+    finals, states, outs = rest[:count], rest[count : 2 * count], rest[2 * count :]
+    known = []
+    for i, (link, initial) in enumerate(zip(links, initials, strict=True)):
         sizes[link.result], counts[link.result] = sizes[link.values], heads
         decayed = decays[link.power]
         kept = max(
             counts[link.keys], counts[link.values], initial.shape[1], 1 if decayed is None else decayed.kept.shape[1]
         )
-        finals.append(state[:, :: heads // kept, : sizes["k"], : sizes[link.values]])
-    return out[:, :length, :, : sizes["v"]], tuple(finals)
+        group = heads // kept
+        result = outs[i][:, :length, :, : sizes[link.values]] if i < len(outs) else None
+        final = finals[i][:, ::group, : sizes["k"], : sizes[link.values]]
+        known.append(Known(result, final, states[i][:, ::group] if keep else None))
+    return out[:, :length, :, : sizes["v"]], tuple(known)
 
 
 def _kernel(links: Links, target: Target) -> Callable[..., tuple[Array, ...]] | None:

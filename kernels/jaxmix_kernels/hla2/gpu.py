@@ -16,8 +16,9 @@ def hla2_forward(
     initial_s: Array | None,
     initial_f: Array | None,
     *,
+    keep: bool = False,
     interpret: Any = False,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """LA(q, kt, v; a^2) with kt = LA(q, k, k; a), which is rounded to the dtype of k as an operand.
 
     Args:
@@ -28,14 +29,16 @@ def hla2_forward(
         squared: chunk decays of a^2. Not read: the kernel squares those of a.
         initial_s: S before the first chunk, [B, Hs, D, D], float32; None for zeros.
         initial_f: F before the first chunk, [B, Hs, D, E], float32; None for zeros.
+        keep: asks for what the gradients need as well.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
 
     Returns:
-        out [B, T, H, E] in the dtype of v, S [B, H, D, D] and F [B, H, D, E] after the last chunk, float32.
+        out [B, T, H, E] in the dtype of v, S [B, H, D, D] and F [B, H, D, E] after the last chunk, float32; with
+        `keep` states and results for the gradients, as of `chain_forward`.
 
     Raises:
         NotImplementedError: the kernel does not take these dtypes or sizes.
     """
     del squared
-    out, (s, f) = chain_forward(LINKS, q, k, v, decays, (initial_s, initial_f), interpret=interpret)
-    return out, s, f
+    out, finals, kept = chain_forward(LINKS, q, k, v, decays, (initial_s, initial_f), keep=keep, interpret=interpret)
+    return out, *finals, *kept

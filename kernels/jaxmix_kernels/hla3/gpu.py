@@ -19,8 +19,9 @@ def hla3_forward(
     initial_p: Array | None,
     initial_f: Array | None,
     *,
+    keep: bool = False,
     interpret: Any = False,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """LA(q, kt, vt; a^3) with kt = LA(q, k, k; a) and vt = LA(q, k, v; a), rounded to the dtype of v as operands.
 
     Args:
@@ -32,10 +33,12 @@ def hla3_forward(
         initial_s: S before the first chunk, [B, Hs, D, D], float32; None for zeros.
         initial_p: P before the first chunk, [B, Hs, D, E], float32; None for zeros.
         initial_f: F before the first chunk, likewise.
+        keep: asks for what the gradients need as well.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
 
     Returns:
-        out [B, T, H, E] in the dtype of v, S [B, H, D, D], P and F [B, H, D, E] after the last chunk, float32.
+        out [B, T, H, E] in the dtype of v, S [B, H, D, D], P and F [B, H, D, E] after the last chunk, float32; with
+        `keep` states and results for the gradients, as of `chain_forward`.
 
     Raises:
         NotImplementedError: the kernel does not take these dtypes or sizes; D is 64 only,
@@ -45,5 +48,5 @@ def hla3_forward(
     if k.shape[3] != _KEY_SIZE:
         raise NotImplementedError(f"the fused kernel of HLA3 takes keys of size {_KEY_SIZE}, got {k.shape[3]}")
     initials = initial_s, initial_p, initial_f
-    out, (s, p, f) = chain_forward(LINKS, q, k, v, decays, initials, interpret=interpret)
-    return out, s, p, f
+    out, finals, kept = chain_forward(LINKS, q, k, v, decays, initials, keep=keep, interpret=interpret)
+    return out, *finals, *kept

@@ -95,21 +95,26 @@ def final_state(k: Array, v: Array, decays: ChunkDecays | None, initial: Array |
     return _call(None, k, v, decays, initial, target)[1]
 
 
-def recalled(
-    q: Array,
-    k: Array,
-    v: Array,
-    decays: ChunkDecays | None,
-    initial: Array | None,
-    final: Array,
-    *,
-    target: Target,
-) -> tuple[Array, Array]:
-    """What `linear_attention` gives, for its gradients alone: outputs are zeros, `final` is known.
+class Known(NamedTuple):
+    """What another kernel has computed of a linear attention.
 
-    No kernel runs, but the one of the states where the target `keeps_states` and the call is differentiated.
+    Attributes:
+        out: outputs [B, T, H, E]; None for zeros in their place.
+        final: the final state, as `linear_attention` gives it.
+        states: where the target `keeps_states`, the state before every chunk, [B, H', N, D', E'], H' a divisor of H, of
+            whole chunks and of sizes that the kernels have.
     """
-    out, final = _call(q, k, v, decays, initial, target, final)
+
+    out: Array | None
+    final: Array
+    states: Array | None
+
+
+def recalled(
+    q: Array, k: Array, v: Array, decays: ChunkDecays | None, initial: Array | None, known: Known, *, target: Target
+) -> tuple[Array, Array]:
+    """What `linear_attention` gives and is `known`, for its gradients: no kernel runs forward, and no time is cut."""
+    out, final = _call(q, k, v, decays, initial, target, known)
     assert out is not None
     return out, final
 
@@ -121,7 +126,7 @@ def _call(
     decays: ChunkDecays | None,
     initial: Array | None,
     target: Target,
-    known: Array | None = None,
+    known: Known | None = None,
 ) -> tuple[Array | None, Array]:
     length, key_size, value_size = k.shape[1], k.shape[3], v.shape[3]
     refusal = target.refusal(v.dtype, key_size, value_size)
@@ -141,7 +146,11 @@ def _call(
         steps, decays = decays.steps, jax.lax.stop_gradient(dataclasses.replace(decays, steps=None))
     plan = _Plan(target, pieces, backward_pieces, q is not None)
     arrays = _Arrays(q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
-    out, final = _attend(plan, arrays) if known is None else _recall(plan, arrays, pad_sizes(known, (2, 3)))
+    if known is None:
+        out, final = _attend(plan, arrays)
+    else:
+        out = None if known.out is None else pad_sizes(known.out, (3,), backward_pieces * CHUNK)
+        out, final = _recall(plan, arrays, known._replace(out=out, final=pad_sizes(known.final, (2, 3))))
     return None if out is None else out[:, :length, :, :value_size], final[:, :, :key_size, :value_size]
 
 
@@ -165,17 +174,18 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recall(plan: _Plan, arrays: _Arrays, final: Array) -> tuple[Array, Array]:
-    """Zeros and `final`, with the gradients of `_attend`."""
+def _recall(plan: _Plan, arrays: _Arrays, known: Known) -> tuple[Array, Array]:
+    """What is known, with the gradients of `_attend`."""
     assert arrays.q is not None
-    return jnp.zeros((*arrays.q.shape[:3], arrays.v.shape[3]), arrays.v.dtype), final
+    if known.out is None:
+        return jnp.zeros((*arrays.q.shape[:3], arrays.v.shape[3]), arrays.v.dtype), known.final
+    return known.out, known.final
 
 
-def _recall_forward(plan: _Plan, arrays: _Arrays, final: Array) -> tuple[Any, Any]:
-    starts = states = None
-    if plan.target.keeps_states:
-        states = _walk(plan, arrays._replace(q=None), states=True).states
-    return _recall(plan, arrays, final), (arrays, starts, states, final)
+def _recall_forward(plan: _Plan, arrays: _Arrays, known: Known) -> tuple[Any, Any]:
+    assert plan.pieces == 1
+    starts = arrays.initial if known.states is None else None
+    return _recall(plan, arrays, known), (arrays, starts, known.states, known.final)
 
 
 def _recall_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[_Arrays, None]:
