@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxmix.data import load_corpus
 from jaxmix.data.tokenizers import ByteTokenizer
+from jaxmix.evaluation.router import router_map
 from jaxmix.models.routing import natsl_layers, pass_fractions
 
 TOGETHER = 8
@@ -63,7 +64,8 @@ class Text:
         Returns:
             Of every model "bits_per_byte" in windows of the training length, "by_position" [beyond], bits per byte in
             every stretch of the training length of the long windows, and for NAtS-L "softmax_fraction", the part of
-            the chunks of windows of the training length that each head of each NAtS-L layer keeps, {layer: [H]}.
+            the chunks of windows of the training length that each head of each NAtS-L layer keeps, {layer: [H]}, and of
+            the first model "routes" of the first long window.
         """
         long = _windows(self.longest)[: self.windows]
         short = np.stack([long[:, i * self.length : (i + 1) * self.length + 1] for i in range(self.beyond)], 1)
@@ -91,6 +93,7 @@ class Text:
         if natsl_layers(nnx.merge(structure, jax.tree.map(lambda x: x[0], params)).config):
             for i, fractions in enumerate(_routed(structure, params, models, short[:64, :-1])):
                 found[i]["softmax_fraction"] = fractions
+            found[0]["routes"] = _routes(structure, params, long[0, :-1])
         return found
 
 
@@ -98,6 +101,15 @@ def _routed(structure: Any, params: Any, models: int, tokens: np.ndarray) -> lis
     fractions = jax.jit(lambda params: pass_fractions(nnx.merge(structure, params), jnp.asarray(tokens)))
     found = [jax.device_get(fractions(jax.tree.map(lambda x, i=i: x[i], params))) for i in range(models)]
     return [{str(layer): np.mean(rows, axis=0).tolist() for layer, rows in layers.items()} for layers in found]
+
+
+def _routes(structure: Any, params: Any, tokens: np.ndarray) -> dict[str, Any]:
+    """A `RouterMap` of the first model as JSON has it: the chunks that a head keeps are ones in a text."""
+    found = router_map(nnx.merge(structure, jax.tree.map(lambda x: x[0], params)), tokens)
+    routes = dataclasses.asdict(found)
+    for layer in routes["layers"]:
+        layer["softmax"] = ["".join(map(str, head)) for head in layer["softmax"].astype(int).tolist()]
+    return routes
 
 
 @functools.cache

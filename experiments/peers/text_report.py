@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from recall_report import row, spread
+
+from jaxmix.evaluation.router import LayerRoutes, RouterMap
+from jaxmix.evaluation.router_plots import plot_router_map
 
 Run = dict[str, Any]
 
@@ -46,7 +50,10 @@ def table(runs: list[Run]) -> str:
 
 
 def plot(runs: list[Run], file: Path) -> None:
-    """Bits per byte of every mixer at the training length, and by position in longer windows."""
+    """Bits per byte of every mixer at the training length, and by position in longer windows.
+
+    Beside the file go pictures of how NAtS-L routes the first long window, router-MIXER.png, where a run has that.
+    """
     groups = _groups(runs)
     beyond, length = len(runs[0]["by_position"]), runs[0]["settings"]["task"]["length"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.8 + 0.28 * len(groups)), layout="constrained")
@@ -71,6 +78,20 @@ def plot(runs: list[Run], file: Path) -> None:
     figure.legend(fontsize=8, loc="outside right center")
     figure.savefig(file, dpi=150)
     plt.close(figure)
+    for run in runs:
+        if "routes" in run:
+            name = run["mixer"]
+            picture = file.with_name(f"router-{name}.png")
+            plot_router_map(_routes(run["routes"]), picture, title=f"{name}, seed {run['seed']}")
+
+
+def _routes(stored: dict[str, Any]) -> RouterMap:
+    """What text.py stored."""
+    layers = []
+    for layer in stored["layers"]:
+        softmax = np.array([list(map(int, head)) for head in layer["softmax"]], bool)
+        layers.append(LayerRoutes(**(layer | {"softmax": softmax})))
+    return RouterMap(**(stored | {"layers": tuple(layers)}))
 
 
 def _groups(runs: list[Run]) -> dict[str, list[Run]]:
