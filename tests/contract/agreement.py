@@ -72,8 +72,8 @@ class Agreement(Suite):
         variant, heads = self.spec.main, self.spec.main.shape.heads
         case = draw_case(self.spec, variant, heads)._replace(state=zero_state(self.spec, variant))
         expected = self.spec.brute_force(case.inputs, case.segment_ids, variant)
-        for form in (SERIAL, SCAN):
-            assert rms_ratio(forward(self.spec, variant, case, form)[0], expected) <= BRUTE_FORCE
+        for form in (SERIAL, Form("scan", 8)):
+            assert rms_ratio(evaluate(self.spec, variant, case, form).out, expected) <= BRUTE_FORCE
 
     def test_scan_equals_serial_with_every_gradient(self, any_variant):
         case = draw_case(self.spec, any_variant, segment_ids=DOCUMENTS)
@@ -104,7 +104,7 @@ class Agreement(Suite):
         from_state = sum(np.sum(x * cotangents[name]) for name, x in state_fields(result.state).items())
         return np.sum(result.out * case.out_cotangent) + from_state
 
-    @pytest.mark.parametrize("chunk_size", [16, 100, 200])
+    @pytest.mark.parametrize("chunk_size", [100, 200])
     def test_any_chunk_size(self, chunk_size):
         self.check_forward(self.spec.main, draw_case(self.spec, self.spec.main, LONG), Form("scan", chunk_size))
 
@@ -135,14 +135,16 @@ class Agreement(Suite):
         assert_close(actual, padded_serial(self.spec, self.spec.main, case, 65), FORMS[F64])
 
     def test_a_thousand_tokens(self):
-        self.check_forward(self.spec.main, draw_case(self.spec, self.spec.main, 1000), Form("scan"))
+        case = draw_case(self.spec, self.spec.main, 1000)
+        scan, serial = (forward(self.spec, self.spec.main, case, form) for form in (Form("scan"), SERIAL))
+        assert_close(scan, serial, FORMS[F64])
 
     def check_forward(self, variant, case, form):
         """Output and final state of the scan against those of the serial form, which sees the rest as padding."""
         length = case.segment_ids.shape[1]
-        whole = next(tokens for tokens in (TOKENS, LONG, 1000) if tokens >= length)
-        out, state = forward(self.spec, variant, fill_up(case, whole), SERIAL)
-        assert_close(forward(self.spec, variant, case, form), (out[:, :length], state), FORMS[F64])
+        whole = TOKENS if length <= TOKENS else LONG
+        expected = evaluate(self.spec, variant, fill_up(case, whole), SERIAL)
+        assert_close(forward(self.spec, variant, case, form), (expected.out[:, :length], expected.state), FORMS[F64])
 
     @pytest.mark.parametrize("decay", STRONG_DECAYS)
     @pytest.mark.parametrize("dtype", [F64, F32], ids=str)

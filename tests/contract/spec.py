@@ -193,8 +193,13 @@ def evaluate(spec: MixerSpec, variant: Variant, case: Case, form: Form, dtype=np
         return jax.device_get(_evaluate(spec.cast(case, dtype), spec, variant, form))
 
 
+traced_forms: list[Form] = []
+"""The form of every call that `forward` has traced so far, to see that it is not traced again."""
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _forward(case: Case, spec: MixerSpec, variant: Variant, form: Form):
+    traced_forms.append(form)
     return spec.call(variant, form, case.inputs, case.segment_ids, case.state)
 
 

@@ -81,10 +81,11 @@ class Streaming(Suite):
             actual = evaluate_in_parts(self.spec, variant, case, cuts, form, filled_up=True)
             assert_close(actual, expected, FORMS[F64], f"cuts at {cuts}")
 
-    @pytest.mark.parametrize(("cut", "form"), [(17, SERIAL), (17, SCAN)], ids=str)
-    def test_parts_in_arrays_of_their_own_equal_one_pass(self, cut, form):
+    @pytest.mark.parametrize(("form", "cuts"), [(SERIAL, (8, 16)), (Form("scan", 8), (3, 19, 21, 22))], ids=str)
+    def test_parts_in_arrays_of_their_own_equal_one_pass(self, form, cuts):
+        # Serial parts of 8 tokens and scans of 1, 2, 3 and 16 with chunks of 8 are compiled for other tests as well.
         case = draw_case(self.spec, self.spec.main)
-        actual = evaluate_in_parts(self.spec, self.spec.main, case, [cut], form)
+        actual = evaluate_in_parts(self.spec, self.spec.main, case, cuts, form)
         assert_close(actual, evaluate(self.spec, self.spec.main, case, SERIAL), FORMS[F64])
 
     def test_single_tokens_equal_one_pass_with_every_gradient(self, variant):
@@ -153,7 +154,7 @@ class Streaming(Suite):
         def total(state):
             return sum(jnp.sum(x) for x in jax.tree.leaves(state.reset(jnp.array([True, False]))))
 
-        for gradient in jax.tree.leaves(jax.grad(total)(state)):
+        for gradient in jax.tree.leaves(jax.jit(jax.grad(total))(state)):
             assert not np.any(gradient[0])
             assert np.all(gradient[1] == 1)
 

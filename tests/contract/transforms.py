@@ -7,7 +7,18 @@ import pytest
 
 from tests.contract.agreement import BF16, DOCUMENTS, F32, F64
 from tests.contract.programs import largest_array, primitives
-from tests.contract.spec import BATCH, SCAN, SERIAL, TOKENS, Form, draw_case, precision
+from tests.contract.spec import (
+    BATCH,
+    SCAN,
+    SERIAL,
+    TOKENS,
+    Form,
+    draw_case,
+    evaluate,
+    forward,
+    precision,
+    traced_forms,
+)
 from tests.contract.suite import Suite
 from tests.tolerances import FORMS, assert_close
 
@@ -18,7 +29,7 @@ FULL_PRECISION = {
     "F32_F32_F32",
     "DotAlgorithmPreset.F32_F32_F32",
 }
-LONG, HEADS, SIZE, CHUNK = 4096, 2, 64, 64
+LONG, HEADS, SIZE, CHUNK = 1024, 2, 64, 64
 
 
 class Transforms(Suite):
@@ -32,16 +43,20 @@ class Transforms(Suite):
 
         return run
 
+    def packed(self):
+        """A packed case of the main variant."""
+        return draw_case(self.spec, self.spec.main, segment_ids=DOCUMENTS)
+
     def arguments(self, dtype=F32):
         """A packed float32 case: inputs, segment ids and initial state."""
-        case = self.spec.cast(draw_case(self.spec, self.spec.main, segment_ids=DOCUMENTS), dtype)
+        case = self.spec.cast(self.packed(), dtype)
         return jax.tree.map(jnp.asarray, (case.inputs, case.segment_ids, case.state))
 
     @FORMS_UNDER_TEST
     def test_jit_equals_no_jit(self, form):
         inputs, segment_ids, state = self.arguments()
-        run = self.mixer(form, segment_ids)
-        assert_close(jax.jit(run)(inputs, state), run(inputs, state), FORMS[F32])
+        compiled = forward(self.spec, self.spec.main, self.packed(), form, F32)
+        assert_close(compiled, self.mixer(form, segment_ids)(inputs, state), FORMS[F32])
 
     def test_no_choice_means_scan_on_a_cpu(self):
         inputs, segment_ids, state = self.arguments()
@@ -52,69 +67,84 @@ class Transforms(Suite):
         assert str(programs[0]) == str(programs[1]) != str(programs[2])
 
     def test_vmap_equals_one_call_after_another(self):
-        inputs, segment_ids, state = self.arguments()
-        per_call = {name: jnp.stack([x, 0.5 * x, 0.25 * x]) for name, x in inputs.items()}
-        run = jax.jit(lambda inputs: self.mixer(SCAN, segment_ids)(inputs, state))
-        expected = [run(jax.tree.map(lambda x, i=i: x[i], per_call)) for i in range(3)]
-        assert_close(jax.vmap(run)(per_call), jax.tree.map(lambda *x: jnp.stack(x), *expected), FORMS[F32])
+        _, segment_ids, state = self.arguments()
+        case = self.packed()
+        calls = [case._replace(inputs={name: x * scale for name, x in case.inputs.items()}) for scale in (1, 0.5, 0.25)]
+        expected = [forward(self.spec, self.spec.main, call, SCAN, F32) for call in calls]
+        per_call = jax.tree.map(lambda *x: np.stack(x), *(self.spec.cast(call, F32).inputs for call in calls))
+        run = jax.jit(jax.vmap(lambda inputs: self.mixer(SCAN, segment_ids)(inputs, state)))
+        assert_close(run(per_call), jax.tree.map(lambda *x: np.stack(x), *expected), FORMS[F32])
 
     def test_remat_gives_the_same_gradients(self):
-        inputs, segment_ids, state = self.arguments()
-        run = self.mixer(SCAN, segment_ids)
+        case = self.packed()
+        expected = evaluate(self.spec, self.spec.main, case, SCAN, F32)
 
-        def gradient(run):
-            return jax.jit(jax.grad(lambda inputs, state: jnp.sum(jnp.sin(run(inputs, state)[0])), argnums=(0, 1)))
+        @jax.jit
+        def gradients(case):
+            run = jax.checkpoint(self.mixer(SCAN, case.segment_ids))
+            return jax.vjp(run, case.inputs, case.state)[1]((case.out_cotangent, case.state_cotangent))
 
-        assert_close(gradient(jax.checkpoint(run))(inputs, state), gradient(run)(inputs, state), FORMS[F32])
+        actual = gradients(self.spec.cast(case, F32))
+        assert_close(actual, (expected.input_gradients, expected.state_gradient), FORMS[F32])
 
     def test_scan_over_layers_equals_a_loop(self):
-        with precision():
-            inputs, segment_ids, state = self.arguments(F64)
-            gates = jnp.array([1.0, 0.5, 0.25])
-            states = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), state)
-            values = self.values(inputs)
+        case, gates = self.packed(), np.array([1.0, 0.5, 0.25])
+        states = jax.tree.map(lambda x: np.stack([x, 2 * x, 3 * x]), case.state)
 
+        @jax.jit
+        def scan(case, gates, states):
             def layer(scale, given):
-                weight, state = given
-                scaled = inputs | {self.spec.values: weight * scale * values}
-                out, state = self.mixer(SCAN, segment_ids)(scaled, state)
+                gate, state = given
+                scaled = case.inputs | {self.spec.values: gate * scale * self.values(case.inputs)}
+                out, state = self.mixer(SCAN, case.segment_ids)(scaled, state)
                 return scale + jnp.tanh(jnp.mean(out)), (out, state)
 
-            def scan(gates, states):
-                return jax.lax.scan(layer, 1.0, (gates, states))
+            def total(gates, states):
+                scale, results = jax.lax.scan(layer, 1.0, (gates, states))
+                return jnp.mean(results[0]), (scale, results)
 
-            def loop(gates, states):
-                scale, results = 1.0, []
-                for i in range(len(gates)):
-                    scale, result = layer(scale, jax.tree.map(lambda x, i=i: x[i], (gates, states)))
-                    results.append(result)
-                return scale, jax.tree.map(lambda *x: jnp.stack(x), *results)
+            gradients, (scale, results) = jax.grad(total, argnums=(0, 1), has_aux=True)(gates, states)
+            return scale, *results, *gradients
 
-            def with_gradient(run):
-                def total(*arguments):
-                    scale, results = run(*arguments)
-                    return jnp.mean(results[0]), (scale, results)
+        with precision():
+            actual = jax.device_get(scan(self.spec.cast(case, F64), gates, states))
+        assert_close(actual, self.loop_over_layers(case, gates, states), FORMS[F64])
 
-                return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(gates, states)
-
-            assert_close(with_gradient(scan), with_gradient(loop), FORMS[F64])
+    def loop_over_layers(self, case, gates, states):
+        """What the scan above gives, by one call a layer and the chain rule back through the calls."""
+        values, scales, calls = self.values(case.inputs), [1.0], []
+        for i, gate in enumerate(gates):
+            scaled = case.inputs | {self.spec.values: gate * scales[i] * values}
+            state = jax.tree.map(lambda x, i=i: x[i], states)
+            calls.append(case._replace(inputs=scaled, state=state, state_cotangent=jax.tree.map(np.zeros_like, state)))
+            scales.append(scales[i] + np.tanh(np.mean(evaluate(self.spec, self.spec.main, calls[i], SCAN).out)))
+        to_scale, results, to_gates = 0.0, [], np.zeros_like(gates)
+        for i in reversed(range(len(gates))):
+            # The total is the mean over layers; tanh' = 1 - tanh^2.
+            to_mean = 1 / len(gates) + to_scale * (1 - (scales[i + 1] - scales[i]) ** 2)
+            cotangent = np.full_like(case.out_cotangent, to_mean / case.out_cotangent.size)
+            call = calls[i]._replace(out_cotangent=cotangent)
+            results.insert(0, evaluate(self.spec, self.spec.main, call, SCAN))
+            to_product = np.sum(results[0].input_gradients[self.spec.values] * values)
+            to_gates[i] = scales[i] * to_product
+            to_scale += gates[i] * to_product
+        out, state, to_state = (
+            jax.tree.map(lambda *x: np.stack(x), *(getattr(result, name) for result in results))
+            for name in ("out", "state", "state_gradient")
+        )
+        return scales[-1], out, state, to_gates, to_state
 
     def values(self, inputs):
         """The input that gives the output its dtype."""
         return inputs[self.spec.values]
 
     def test_lengths_inside_one_bucket_compile_once(self):
-        inputs, _, state = self.arguments()
-        traces = []
-
-        @jax.jit
-        def run(inputs, segment_ids, state):
-            traces.append(None)
-            return self.spec.call(self.spec.main, SCAN, inputs, segment_ids, state)
-
+        forward(self.spec, self.spec.main, self.packed(), SCAN, F32)
+        before = len(traced_forms)
         for length in (1, 5, 17, TOKENS):
-            run(inputs, jnp.tile(jnp.where(jnp.arange(TOKENS) < length, 1, 0), (BATCH, 1)), state)
-        assert len(traces) == 1
+            segment_ids = np.tile(np.arange(TOKENS) < length, (BATCH, 1))
+            forward(self.spec, self.spec.main, self.packed()._replace(segment_ids=segment_ids), SCAN, F32)
+        assert len(traced_forms) == before
 
     @FORMS_UNDER_TEST
     @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -175,17 +205,21 @@ class Transforms(Suite):
             return jnp.sum(out * weights["read"], axis=(2, 3))
 
         rng = np.random.default_rng(3)
-        target = model({name: jnp.asarray(rng.normal(size=shape), F32) for name, shape in shapes.items()})
+        target_weights = {name: np.asarray(rng.normal(size=shape), F32) for name, shape in shapes.items()}
 
-        def step(carry, _):
+        def step(target, carry):
             weights, average = carry
             loss, gradient = jax.value_and_grad(lambda weights: jnp.mean((model(weights) - target) ** 2))(weights)
             average = jax.tree.map(lambda m, g: 0.9 * m + g, average, gradient)
             return (jax.tree.map(lambda w, m: w - 0.005 * m, weights, average), average), loss
 
-        weights = {name: jnp.ones(shape, F32) for name, shape in shapes.items()}
-        start = (weights, jax.tree.map(jnp.zeros_like, weights))
-        (weights, _), losses = jax.jit(lambda start: jax.lax.scan(step, start, None, length=300))(start)
+        @jax.jit
+        def train(weights, target_weights):
+            target = model(target_weights)
+            start = (weights, jax.tree.map(jnp.zeros_like, weights))
+            return jax.lax.scan(lambda carry, _: step(target, carry), start, length=300)
+
+        (weights, _), losses = train({name: np.ones(shape, F32) for name, shape in shapes.items()}, target_weights)
         assert np.all(np.isfinite(losses))
         assert all(np.all(np.isfinite(x)) for x in weights.values())
         assert np.mean(losses[-10:]) < 0.3 * losses[0]
