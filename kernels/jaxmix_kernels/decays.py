@@ -68,13 +68,13 @@ class BackwardResult(NamedTuple):
     Attributes:
         dq: [B, T, H, D] in the dtype of the operands.
         dk: [B, T, H, D], likewise.
-        dv: [B, T, H, E], likewise.
+        dv: [B, T, H, E], likewise; None where keys are the values as well, and dk is the gradient of both.
         d_initial: of the state before the first chunk, [B, H, D, E], float32.
         d_steps: of the log decay of each token, [B, H, N, C], float32; None without decays.
     """
 
     dq: Array
     dk: Array
-    dv: Array
+    dv: Array | None
     d_initial: Array
     d_steps: Array | None

@@ -68,9 +68,12 @@ def decayed_attention(
     return Result(out.astype(c.dtype), final, dots, before)
 
 
-def decayed_attention_backward(q, k, v, d_out, decays, states, d_final, *, interpret=False) -> BackwardResult:
+def decayed_attention_backward(
+    q, k, v, d_out, decays, states, d_final, more_dq=None, more_dk=None, *, interpret=False
+) -> BackwardResult:
     """Chunk after chunk, last to first: the gradient of each by autodiff, from the state before it and the decays."""
     del interpret
+    same, v = v is None, k if v is None else v
     dtype = jnp.promote_types(v.dtype, jnp.float32)
     heads = _count_heads([q, k, v, d_out], decays, [states, d_final])
     parts = {name: _chunks(x, heads, CHUNK) for name, x in {"a": q, "b": k, "c": v}.items()}
@@ -88,7 +91,9 @@ def decayed_attention_backward(q, k, v, d_out, decays, states, d_final, *, inter
     d_final = jnp.zeros_like(parts["state"][0]) if d_final is None else _repeat(d_final, heads, 1).astype(dtype)
     d_initial, (dq, dk, dv, by_log) = jax.lax.scan(step, d_final, (_chunks(d_out, heads, CHUNK), parts), reverse=True)
     d_steps = None if decays is None else _steps_from(decays, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), by_log))
-    return BackwardResult(*(_join(x).astype(v.dtype) for x in (dq, dk, dv)), d_initial, d_steps)
+    dq, dk, dv = _join(dq), _join(dk + dv if same else dk), None if same else _join(dv).astype(v.dtype)
+    dq, dk = (x if more is None else x + more.astype(dtype) for x, more in ((dq, more_dq), (dk, more_dk)))
+    return BackwardResult(dq.astype(v.dtype), dk.astype(v.dtype), dv, d_initial, d_steps)
 
 
 def _steps_from(decays, by_log):

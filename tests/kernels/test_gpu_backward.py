@@ -40,9 +40,9 @@ CASES = {
 }
 
 
-def _case(name):
+def _case(**options):
     """q, k, v, d_out, decays, the initial state, and the gradient of the final one."""
-    options = {"batch": 1, "heads": 2, "tokens": 4 * CHUNK, "dtype": jnp.bfloat16, **CASES[name]}
+    options = {"batch": 1, "heads": 2, "tokens": 4 * CHUNK, "dtype": jnp.bfloat16, **options}
     q, k, v, decays, initial, d_out = reference.random_case(**options)
     d_final = jax.random.normal(jax.random.key(1), initial.shape)
     return q, k, v, d_out, decays, initial, d_final
@@ -55,16 +55,16 @@ class OneDevice(Target):
 
 
 @jax.jit
-def _expected(q, k, v, d_out, decays, initial, d_final):
+def _expected(q, k, v, d_out, decays, initial, d_final, *more):
     """Gradients of every head in float32, and the states before every chunk, rounded."""
-    wide = [x.astype(jnp.float32) for x in (q, k, v, d_out)]
-    states = reference.decayed_attention(q, k, v, decays, initial, states=True).states
-    return reference.decayed_attention_backward(*wide, decays, states, d_final), states
+    wide = [None if x is None else x.astype(jnp.float32) for x in (q, k, v, d_out)]
+    states = reference.decayed_attention(q, k, k if v is None else v, decays, initial, states=True).states
+    return reference.decayed_attention_backward(*wide, decays, states, d_final, *more), states
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference_without_races(name):
-    q, k, v, d_out, decays, initial, d_final = _case(name)
+    q, k, v, d_out, decays, initial, d_final = _case(**CASES[name])
     d_final = None if name == "one chunk" else d_final
     expected, states = _expected(q, k, v, d_out, decays, initial, d_final)
     with gpu_checks.races_forbidden() as interpret:
@@ -73,8 +73,21 @@ def test_equals_the_reference_without_races(name):
     assert_close(actual, expected, TOLERANCE, floor=FLOOR)
 
 
+@pytest.mark.parametrize("size", [64, 32], ids=["in the kernel", "after it"])
+def test_keys_that_are_values_and_gradients_that_are_added(size):
+    options = {"decay": "weak", "tokens": 3 * CHUNK, "key_size": size, "value_size": size}
+    q, k, _, d_out, decays, initial, d_final = _case(**options)
+    more_dq, more_dk = d_out[:, ::-1], 2 * d_out
+    expected, states = _expected(q, k, None, d_out, decays, initial, d_final, more_dq, more_dk)
+    with gpu_checks.races_forbidden() as interpret:
+        arrays = q, k, None, d_out, decays, states, d_final, more_dq, more_dk
+        actual = decayed_attention_backward(*arrays, interpret=interpret)
+    assert actual.dv is None
+    assert_close(actual, expected, TOLERANCE)
+
+
 def test_gradients_of_a_call_are_by_the_kernel_from_the_states_that_the_forward_kernel_keeps():
-    q, k, v, d_out, decays, initial, d_final = _case("weak decays and segments")
+    q, k, v, d_out, decays, initial, d_final = _case(**CASES["weak decays and segments"])
     expected, _ = _expected(q, k, v, d_out, decays, initial, d_final)
     with gpu_checks.races_forbidden() as interpret:
         target = OneDevice("gpu", interpret=interpret)
@@ -106,7 +119,7 @@ def test_lowers_without_decays():
 
 
 def test_refuses_what_it_cannot_serve():
-    q, k, v, d_out, decays, initial, _ = _case("one chunk")
+    q, k, v, d_out, decays, initial, _ = _case(**CASES["one chunk"])
     states = jnp.zeros((*initial.shape[:2], 1, *initial.shape[2:]), q.dtype)
     wide = [x.astype(jnp.float32) for x in (q, k, v, d_out)]
     with pytest.raises(NotImplementedError, match="bfloat16"):

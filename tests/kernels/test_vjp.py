@@ -1,6 +1,7 @@
 """Decayed linear attention over the primitive and its gradients equal a recurrence over tokens and its autodiff."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from jaxmix_kernels.linear_attention import pieces
 from jaxmix_kernels.linear_attention.pieces import choose_pieces, shorten_sums
-from jaxmix_kernels.linear_attention.vjp import Known, final_state, linear_attention, recalled
+from jaxmix_kernels.linear_attention.vjp import Known, final_state, known_gradients, linear_attention
 from jaxmix_kernels.target import Target
 from tests.kernels.reference import make_decays
 from tests.kernels.targets import ReferenceTarget
@@ -137,26 +138,36 @@ def test_the_final_state_alone(case):
     assert_close(with_gradients(kernel, given), expected, EXACT)
 
 
-def test_a_recalled_call_has_the_gradients_of_the_call(keeps):
-    arguments, decays, _, target = draw(*CASES["ragged, segments, grouped heads"], keeps)
+@pytest.mark.parametrize("heads", [2, 4], ids=["grouped heads", "keys of every head"])
+def test_gradients_of_a_call_that_is_known(keeps, heads):
+    """Also of keys that are the values, and added to others."""
+    tokens, (q_heads, _, _, *others), (size, _), *rest = CASES["ragged, segments, grouped heads"]
+    arguments, decays, _, target = draw(tokens, (q_heads, heads, heads, *others), (size, size), *rest, keeps)
+    del arguments["v"]
 
-    def call(function, *given):
-        def run(x):
-            return function(x["q"], x["k"], x["v"], decays(x["steps"]), x["initial"], *given, target=target)
+    def call(x):
+        return linear_attention(x["q"], x["k"], x["k"], decays(x["steps"]), x["initial"], target=target)
 
-        return with_gradients(run, arguments)
-
-    (out, final), expected = call(linear_attention)
+    out, final = jax.jit(call)(arguments)
+    results, pull_back = jax.vjp(call, arguments)
+    rng = np.random.default_rng(1)
+    cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), results)
+    (expected,) = jax.jit(pull_back)(cotangents)
+    given = decays(arguments["steps"])
     states = None
     if keeps:
-        k, v = (pieces.pad_sizes(arguments[name], (3,), 64) for name in "kv")
-        initial = pieces.pad_sizes(arguments["initial"], (2, 3))
-        constants = dataclasses.replace(decays(arguments["steps"]), steps=None)
-        states = target.decayed_attention(None, k, v, constants, initial, outputs=False, states=True).states
-    for known in (Known(None, final, states), Known(out, final, states)):
-        results, actual = call(recalled, known)
-        assert_close(results, (np.zeros_like(out) if known.out is None else out, final), EXACT)
-        assert_close(actual, expected, EXACT)
+        k, initial = pieces.pad_sizes(arguments["k"], (3,), 64), pieces.pad_sizes(arguments["initial"], (2, 3))
+        constants = dataclasses.replace(given, steps=None)
+        states = target.decayed_attention(None, k, k, constants, initial, outputs=False, states=True).states
+    more = {f"more_d{name}": rng.normal(size=arguments[name].shape) for name in "qk"}
+    gradients = functools.partial(known_gradients, target=target)
+    known, q, k, initial = Known(out, final, states), *(arguments[name] for name in ("q", "k", "initial"))
+    actual = jax.jit(gradients)(q, k, None, given, initial, known, *cotangents, **more)
+    assert_close(actual.q, expected["q"] + more["more_dq"], EXACT)
+    assert_close(actual.k, expected["k"] + more["more_dk"], EXACT)
+    assert actual.v is None
+    assert_close(actual.steps.reshape(BATCH, others[0], -1)[..., :tokens], expected["steps"], EXACT)
+    assert_close(actual.initial, expected["initial"], EXACT)
 
 
 def test_without_an_initial_state_it_is_zero():

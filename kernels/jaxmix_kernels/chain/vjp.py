@@ -15,8 +15,8 @@ import jax
 from jaxmix_kernels.decays import CHUNK, ChunkDecays
 from jaxmix_kernels.linear_attention.partition import spread
 from jaxmix_kernels.linear_attention.pieces import choose_pieces, pad_sizes
-from jaxmix_kernels.linear_attention.vjp import Known, linear_attention, recalled
-from jaxmix_kernels.links import AHLA, HLA2, HLA3, Link, Links, follow
+from jaxmix_kernels.linear_attention.vjp import Known, known_gradients, linear_attention
+from jaxmix_kernels.links import AHLA, HLA2, HLA3, Links
 from jaxmix_kernels.target import Target
 
 Array = jax.Array
@@ -65,25 +65,52 @@ def chain(
 def _forward(links: Links, target: Target, *arrays: Any) -> tuple[Any, Any]:
     out, known = _fused(links, target, *arrays, keep=target.keeps_states)
     finals = tuple(each.final for each in known)
-    # Links that miss what they hand on are computed again.
-    recalls = known if target.keeps_states else (*(None for _ in links[:-1]), known[-1])
-    return (out, finals), (arrays, recalls)
+    return (out, finals), (arrays, known if target.keeps_states else known[-1:])
 
 
 def _backward(links: Links, target: Target, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    arrays, recalls = residuals
+    (q, k, v, decays, initials), known = residuals
+    d_out, d_finals = cotangents
+    values = {"k": k, "v": v}
+    if len(known) == len(links):
+        values |= {link.result: each.out for link, each in zip(links, known, strict=True)}
+    else:
+        computed = []
+        for link, initial in zip(links[:-1], initials, strict=False):
+            arguments = q, values[link.keys], values[link.values], decays[link.power], initial
+            out, final = linear_attention(*arguments, target=target)
+            values[link.result] = out
+            computed.append(Known(out, final, None))
+        known = (*computed, *known)
+    found: dict[str, Any] = {"q": None, links[-1].result: d_out}
+    d_steps: dict[int, Any] = {}
+    d_initials = []
+    for link, initial, each, d_final in reversed(list(zip(links, initials, known, d_finals, strict=True))):
+        result = known_gradients(
+            q,
+            values[link.keys],
+            None if link.keys == link.values else values[link.values],
+            decays[link.power],
+            initial,
+            each,
+            found.pop(link.result),
+            d_final,
+            more_dq=found["q"],
+            more_dk=found.get(link.keys),
+            target=target,
+        )
+        found |= {"q": result.q, link.keys: result.k}
+        if result.v is not None:
+            found[link.values] = _add(found.get(link.values), result.v)
+        d_steps[link.power] = _add(d_steps.get(link.power), result.steps)
+        d_initials.append(result.initial)
+    constant: dict[str, Any] = dict.fromkeys(("high", "low", "enter", "leave", "kept", "run"))
+    d_decays = {power: None if x is None else ChunkDecays(**constant, steps=x) for power, x in d_steps.items()}
+    return found["q"], found["k"], found["v"], d_decays, tuple(reversed(d_initials))
 
-    def composition(q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...]) -> Any:
-        def attend(link: Link, keys: Array, values: Array, initial: Array) -> tuple[Array, Array]:
-            arguments = q, keys, values, decays[link.power], initial
-            known = recalls[links.index(link)]
-            if known is None:
-                return linear_attention(*arguments, target=target)
-            return recalled(*arguments, known, target=target)
 
-        return follow(links, k, v, initials, attend)
-
-    return jax.vjp(composition, *arrays)[1](cotangents)
+def _add(x: Array | None, y: Array | None) -> Array | None:
+    return y if x is None else x if y is None else x + y
 
 
 chain.defvjp(_forward, _backward)

@@ -33,7 +33,7 @@ from jaxmix_kernels.gpu_chunks import (
     interpreter,
     refuse,
 )
-from jaxmix_kernels.linear_attention.gpu_backward_program import VECTORS, WARPGROUPS, Plan, Program, head_axis
+from jaxmix_kernels.linear_attention.gpu_backward_program import ADDED, VECTORS, WARPGROUPS, Plan, Program, head_axis
 
 Array = jax.Array
 
@@ -41,11 +41,13 @@ Array = jax.Array
 def decayed_attention_backward(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     d_out: Array,
     decays: ChunkDecays | None,
     states: Array,
     d_final: Array | None,
+    more_dq: Array | None = None,
+    more_dk: Array | None = None,
     *,
     interpret: Any = False,
 ) -> BackwardResult:
@@ -55,11 +57,13 @@ def decayed_attention_backward(
         q: queries [B, T, H, D], bfloat16; T is a multiple of `CHUNK`. Head h of H, the largest head count, reads head
             h // (H / Hx) of every array.
         k: keys [B, T, Hk, D].
-        v: values [B, T, Hv, E].
+        v: values [B, T, Hv, E]; None where they are the keys.
         d_out: gradient of the outputs, [B, T, H, E], bfloat16.
         decays: decays and segments; None for neither.
         states: state before every chunk, [B, Hs, N, D, E], bfloat16, as `decayed_attention(..., states=True)` gives it.
         d_final: gradient of the final state, [B, Hf, D, E], float32; None for zeros.
+        more_dq: is added to dq, [B, T, H, D], bfloat16.
+        more_dk: is added to dk, likewise, for every one of H heads.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
 
     Returns:
@@ -69,9 +73,16 @@ def decayed_attention_backward(
         NotImplementedError: the kernel does not take these dtypes or sizes.
         ValueError: the tokens do not fill chunks, or a head count does not divide another.
     """
-    key_size, value_size = q.shape[3], v.shape[3]
-    refuse([q, k, v, d_out, states], key_size, value_size)
-    given: dict[str, Array] = {"q": q, "k": k, "v": v, "d_out": d_out, "x": states}
+    same, values = v is None, k if v is None else v
+    key_size, value_size = q.shape[3], values.shape[3]
+    refuse([q, k, values, d_out, states], key_size, value_size)
+    given: dict[str, Array] = {"q": q, "k": k, "v": values, "d_out": d_out, "x": states}
+    more = {name: x for name, x in zip(ADDED, (more_dq, more_dk), strict=True) if x is not None}
+    # Elsewhere there is no room for them on the chip, or blocks of columns are summed afterwards anyway.
+    inside = key_size == value_size == COLUMNS
+    if inside:
+        given |= more
+        more = {}
     if d_final is not None:
         given["d_final"] = d_final
     # Products of the state have D rows, and a wgmma at least 64.
@@ -84,19 +95,25 @@ def decayed_attention_backward(
     if decays is not None:
         names = (*VECTORS, "kept")
         given |= {name: getattr(decays, name) for name in names if getattr(decays, name) is not None}
-    results = _call(given, interpret)
+    results = _call(given, same and inside, interpret)
 
-    def gathered(x: Array) -> Array:
-        """The sum over blocks."""
-        x = x[0] if x.shape[0] == 1 else jnp.sum(x.astype(jnp.float32), axis=0).astype(x.dtype)
-        return x[..., :key_size]
+    def gathered(name: str) -> Array:
+        """The sum over blocks, and what is to be added."""
+        x, others = results[name], [more[f"more {name}"]] if f"more {name}" in more else []
+        if name == "dk" and same and not inside:
+            others.append(results["dv"])
+        if x.shape[0] == 1 and not others:
+            return x[0, ..., :key_size]
+        total = jnp.sum(x[..., :key_size].astype(jnp.float32), axis=0)
+        return sum((other.astype(jnp.float32) for other in others), total).astype(x.dtype)
 
     d_steps = None
     if decays is not None:
         sums = {name: jnp.sum(results[name], axis=2) for name in ("rises", "falls", "leaves", "carried")}
         d_steps = _steps(decays, **sums)
     d_initial = results["d_initial"][:, :, :key_size]
-    return BackwardResult(gathered(results["dq"]), gathered(results["dk"]), results["dv"], d_initial, d_steps)
+    dv = None if same else results["dv"]
+    return BackwardResult(gathered("dq"), gathered("dk"), dv, d_initial, d_steps)
 
 
 def _steps(decays: ChunkDecays, *, rises: Array, falls: Array, leaves: Array, carried: Array) -> Array:
@@ -116,7 +133,7 @@ def _steps(decays: ChunkDecays, *, rises: Array, falls: Array, leaves: Array, ca
     return d_steps if begins is None else jnp.where(begins, 0, d_steps)
 
 
-def _call(given: dict[str, Array], interpret: Any) -> dict[str, Array]:
+def _call(given: dict[str, Array], same: bool, interpret: Any) -> dict[str, Array]:
     """Lays out the kernel: dq and dk [blocks, B, T, H, D], dv, d_initial, with decays sums [B, H, blocks, N, ...]."""
     batch, tokens, _, key_size = given["q"].shape
     value_size, dtype = given["v"].shape[3], given["v"].dtype
@@ -131,13 +148,16 @@ def _call(given: dict[str, Array], interpret: Any) -> dict[str, Array]:
     programs = batch * heads * blocks
     if programs > LARGEST_GRID:
         raise NotImplementedError(f"B * H * E / {columns} must be at most {LARGEST_GRID}, got {programs}")
-    plan = Plan(heads, key_size, columns, vectors, bool(interpret))
+    added = tuple(name for name in ADDED if name in given)
+    plan = Plan(heads, key_size, columns, vectors, added, same, bool(interpret))
     results = {
         "dq": jax.ShapeDtypeStruct((blocks, batch, tokens, heads, key_size), dtype),
         "dk": jax.ShapeDtypeStruct((blocks, batch, tokens, heads, key_size), dtype),
         "dv": jax.ShapeDtypeStruct((batch, tokens, heads, value_size), dtype),
         "d_initial": jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32),
     }
+    if same:
+        del results["dv"]
     if vectors:
         for name, width in {"rises": CHUNK, "falls": CHUNK, "leaves": CHUNK, "carried": key_size}.items():
             results[name] = jax.ShapeDtypeStruct((batch, heads, blocks, chunks, width), jnp.float32)

@@ -29,44 +29,48 @@ from jaxmix_kernels.gpu_rings import Rings
 Array = jax.Array
 
 VECTORS = ("enter", "leave", "high", "low", "run")
+ADDED = ("more dq", "more dk")
+"""Gradients that are added before results are rounded."""
 WARPGROUPS = 4
 _STATE, _QUERIES, _KEYS, _COPIES = range(WARPGROUPS)
 
 
 def head_axis(name: str) -> int:
     """The axis of an array that counts heads."""
-    return 2 if name in ("q", "k", "v", "d_out") else 1
+    return 2 if name in ("q", "k", "v", "d_out", *ADDED) else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is fixed when the kernel is traced."""
+    """What is fixed when the kernel is traced; with `same`, values are the keys, and dv is added to dk."""
 
     heads: int
     key_size: int
     columns: int
     vectors: tuple[str, ...]
+    added: tuple[str, ...]
+    same: bool
     interpret: bool
 
     @property
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Rings that are filled from global memory, and the arrays in each."""
         groups = {"vectors": self.vectors} if self.vectors else {}
-        return groups | {name: (name,) for name in ("d_out", "q", "k", "v", "x")}
+        return groups | {name: (name,) for name in ("d_out", "q", "k", "v", "x", *self.added)}
 
     def read(self, warpgroup: int) -> dict[str, tuple[str, ...]]:
         """Rings that a warpgroup reads, and the tiles in each."""
         names = {
             _STATE: ("d_out", "q", "x") if self.vectors else ("d_out", "q"),
-            _QUERIES: ("d_out", "q", "k", "v", "x"),
-            _KEYS: ("d_out", "q", "k", "v", "dx"),
+            _QUERIES: ("d_out", "q", "k", "v", "x", *(name for name in self.added if name == "more dq")),
+            _KEYS: ("d_out", "q", "k", "v", "dx", *(name for name in self.added if name == "more dk")),
         }[warpgroup]
         vectors = {"vectors": self.vectors} if self.vectors else {}
         return vectors | {name: (name,) for name in names}
 
     def slots(self, group: str) -> int:
         """Chunks that a ring holds."""
-        return 3 if self.key_size == COLUMNS and group in self.inputs else 2
+        return 3 if self.key_size == COLUMNS and group in self.inputs and group not in ADDED else 2
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers by name."""
@@ -77,8 +81,11 @@ class Plan:
 
         tall, wide, narrow = (self.key_size, self.columns), (CHUNK, self.key_size), (CHUNK, self.columns)
         shapes = {"q": wide, "k": wide, "v": narrow, "d_out": narrow, "x": tall, "dx": tall}
+        shapes |= dict.fromkeys(self.added, wide)
         found: dict[str, Any] = {f"tile {name}": shared(self.slots(name), *shape) for name, shape in shapes.items()}
-        found |= {"out dq": shared(*wide), "out dk": shared(*wide), "out dv": shared(*narrow)}
+        found |= {"out dq": shared(*wide), "out dk": shared(*wide)}
+        if not self.same:
+            found["out dv"] = shared(*narrow)
         for name in self.vectors:
             slots = self.slots("vectors")
             found[f"tile {name}"] = plgpu.SMEM((slots, CHUNK), jnp.int32 if name == "run" else jnp.float32)
@@ -88,7 +95,7 @@ class Plan:
                 found[f"out {name}"] = plgpu.SMEM((CHUNK,), jnp.float32)
             found["out carried"] = plgpu.SMEM((self.key_size,), jnp.float32)
         for group in (*self.inputs, "dx"):
-            arrivals, slots = len(self.inputs.get(group, group.split())), self.slots(group)
+            arrivals, slots = len(self.inputs.get(group, (group,))), self.slots(group)
             readers = sum(group in self.read(warpgroup) for warpgroup in (_STATE, _QUERIES, _KEYS))
             found[f"full {group}"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
             found[f"empty {group}"] = plgpu.Barrier(num_arrivals=readers, num_barriers=slots)
@@ -240,6 +247,8 @@ class Program:
             if pairs is not None:
                 dq = dq * rows(tiles["enter"], plan.key_size)
                 values["rises"] = pairs + jnp.sum(dq * tile(tiles["q"]).astype(jnp.float32), axis=1)
+            if "more dq" in tiles:
+                dq += tile(tiles["more dq"]).astype(jnp.float32)
             values["dq"] = products.add(dq, weights, tiles["k"])
             self.rings.release(plan.read(warpgroup), n)
             self.deliver(n, values)
@@ -269,11 +278,16 @@ class Program:
             if vectors:
                 dk = dk * rows(tiles["leave"], plan.key_size)
                 values["leaves"] = jnp.sum(dk * tile(tiles["k"]).astype(jnp.float32), axis=1)
+            if "more dk" in tiles:
+                dk += tile(tiles["more dk"]).astype(jnp.float32)
             values["dk"] = products.add(dk, d_weights, tiles["q"])
             dv = products.new(narrow, tiles["k"], tiles["dx"])
             if vectors:
                 dv = dv * rows(tiles["leave"], plan.columns)
-            values["dv"] = products.add(dv, weights, tiles["d_out"])
+            if plan.same:
+                values["dk"] = products.add(values["dk"] + dv, weights, tiles["d_out"])
+            else:
+                values["dv"] = products.add(dv, weights, tiles["d_out"])
             self.rings.release(plan.read(warpgroup), n)
             self.deliver(n, values)
 

@@ -41,15 +41,17 @@ def gradients(
     target: Target,
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     d_out: Array,
     decays: ChunkDecays | None,
     states: Array,
     d_final: Array,
+    more_dq: Array | None,
+    more_dk: Array | None,
 ) -> BackwardResult:
     """`target.decayed_attention_backward`."""
-    arrays = q, k, v, d_out, decays, states, d_final
-    kernel, axes = target.decayed_attention_backward, (2, 2, 2, 2, 1, 1, 1)
+    arrays = q, k, v, d_out, decays, states, d_final, more_dq, more_dk
+    kernel, axes = target.decayed_attention_backward, (2, 2, 2, 2, 1, 1, 1, 2, 2)
     return spread(kernel, arrays, axes, (2, 2, 2, 1, 1), splits=target.splits)
 
 

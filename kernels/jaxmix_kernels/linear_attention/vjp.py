@@ -42,11 +42,14 @@ class _Plan:
 
 
 class _Arrays(NamedTuple):
-    """Whole pieces of chunks, of sizes that the kernels have; `steps` are those that `decays` comes from."""
+    """Whole pieces of chunks, of sizes that the kernels have; `steps` are those that `decays` comes from.
+
+    There is no v, but in a forward pass, where values are the keys.
+    """
 
     q: Array | None
     k: Array
-    v: Array
+    v: Array | None
     decays: ChunkDecays | None
     steps: Array | None
     initial: Array
@@ -96,10 +99,10 @@ def final_state(k: Array, v: Array, decays: ChunkDecays | None, initial: Array |
 
 
 class Known(NamedTuple):
-    """What another kernel has computed of a linear attention.
+    """What a kernel has computed of a linear attention.
 
     Attributes:
-        out: outputs [B, T, H, E]; None for zeros in their place.
+        out: outputs [B, T, H, E]; None where nothing asks for them.
         final: the final state, as `linear_attention` gives it.
         states: where the target `keeps_states`, the state before every chunk, [B, H', N, D', E'], H' a divisor of H, of
             whole chunks and of sizes that the kernels have.
@@ -110,31 +113,88 @@ class Known(NamedTuple):
     states: Array | None
 
 
-def recalled(
-    q: Array, k: Array, v: Array, decays: ChunkDecays | None, initial: Array | None, known: Known, *, target: Target
-) -> tuple[Array, Array]:
-    """What `linear_attention` gives and is `known`, for its gradients: no kernel runs forward, and no time is cut."""
-    out, final = _call(q, k, v, decays, initial, target, known)
-    assert out is not None
-    return out, final
+class Gradients(NamedTuple):
+    """Gradients of a linear attention: of its arrays and of `decays.steps`."""
+
+    q: Array
+    k: Array
+    v: Array | None
+    steps: Array | None
+    initial: Array
+
+
+def known_gradients(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    decays: ChunkDecays | None,
+    initial: Array,
+    known: Known,
+    d_out: Array,
+    d_final: Array,
+    *,
+    more_dq: Array | None = None,
+    more_dk: Array | None = None,
+    target: Target,
+) -> Gradients:
+    """Gradients of `linear_attention`, no time of which was cut, without running it.
+
+    Args:
+        q: as of `linear_attention`, like k, decays and initial.
+        k: keys.
+        v: values; None where they are the keys, the gradient of which is then that of both.
+        decays: decays.
+        initial: the state before the first token.
+        known: what it gave.
+        d_out: gradient of the outputs.
+        d_final: gradient of the final state.
+        more_dq: is added to the gradient of q.
+        more_dk: is added to that of k.
+        target: what the kernels are made for.
+    """
+    plan, arrays = _prepare(q, k, v, decays, initial, target)
+    assert plan.pieces == 1
+    tokens = plan.backward_pieces * CHUNK
+    d_out, more_dq, more_dk = jax.tree.map(lambda x: pad_sizes(x, (3,), tokens), (d_out, more_dq, more_dk))
+    starts = arrays.initial if known.states is None else None
+    ends = pad_sizes(known.final, (2, 3)), d_out, pad_sizes(d_final, (2, 3))
+    result = _gradients(plan, arrays, starts, known.states, *ends, more_dq, more_dk)
+    assert result.q is not None
+    value_size = k.shape[3] if v is None else v.shape[3]
+    return Gradients(
+        result.q[:, : q.shape[1], :, : q.shape[3]],
+        result.k[:, : k.shape[1], :, : k.shape[3]],
+        None if v is None or result.v is None else result.v[:, : v.shape[1], :, :value_size],
+        None if decays is None or result.steps is None else result.steps[:, :, : decays.high.shape[2]],
+        result.initial[:, :, : k.shape[3], :value_size],
+    )
 
 
 def _call(
+    q: Array | None, k: Array, v: Array, decays: ChunkDecays | None, initial: Array | None, target: Target
+) -> tuple[Array | None, Array]:
+    length, key_size, value_size = k.shape[1], k.shape[3], v.shape[3]
+    out, final = _attend(*_prepare(q, k, v, decays, initial, target))
+    return None if out is None else out[:, :length, :, :value_size], final[:, :, :key_size, :value_size]
+
+
+def _prepare(
     q: Array | None,
     k: Array,
-    v: Array,
+    v: Array | None,
     decays: ChunkDecays | None,
     initial: Array | None,
     target: Target,
-    known: Known | None = None,
-) -> tuple[Array | None, Array]:
-    length, key_size, value_size = k.shape[1], k.shape[3], v.shape[3]
-    refusal = target.refusal(v.dtype, key_size, value_size)
+) -> tuple[_Plan, _Arrays]:
+    """Chooses pieces, and fills up sizes and tokens; without v, values are the keys."""
+    values = k if v is None else v
+    length, key_size, value_size = k.shape[1], k.shape[3], values.shape[3]
+    refusal = target.refusal(values.dtype, key_size, value_size)
     if refusal is not None:
         raise NotImplementedError(f"linear_attention: {refusal}")
     if initial is None:
-        initial = jnp.zeros((k.shape[0], 1, key_size, value_size), _state_dtype(v))
-    heads = _state_heads(k, v, decays, initial) if q is None else q.shape[2]
+        initial = jnp.zeros((k.shape[0], 1, key_size, value_size), _state_dtype(values))
+    heads = _state_heads(k, values, decays, initial) if q is None else q.shape[2]
     programs = k.shape[0] * heads * target.blocks(value_size)
     pieces = backward_pieces = choose_pieces(programs, length, target.programs)
     if decays is not None and decays.steps is not None and not target.keeps_states:
@@ -145,13 +205,7 @@ def _call(
         decays = pad_chunks(decays, backward_pieces)
         steps, decays = decays.steps, jax.lax.stop_gradient(dataclasses.replace(decays, steps=None))
     plan = _Plan(target, pieces, backward_pieces, q is not None)
-    arrays = _Arrays(q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
-    if known is None:
-        out, final = _attend(plan, arrays)
-    else:
-        out = None if known.out is None else pad_sizes(known.out, (3,), backward_pieces * CHUNK)
-        out, final = _recall(plan, arrays, known._replace(out=out, final=pad_sizes(known.final, (2, 3))))
-    return None if out is None else out[:, :length, :, :value_size], final[:, :, :key_size, :value_size]
+    return plan, _Arrays(q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -173,31 +227,10 @@ def _attend_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[_Arr
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recall(plan: _Plan, arrays: _Arrays, known: Known) -> tuple[Array, Array]:
-    """What is known, with the gradients of `_attend`."""
-    assert arrays.q is not None
-    if known.out is None:
-        return jnp.zeros((*arrays.q.shape[:3], arrays.v.shape[3]), arrays.v.dtype), known.final
-    return known.out, known.final
-
-
-def _recall_forward(plan: _Plan, arrays: _Arrays, known: Known) -> tuple[Any, Any]:
-    assert plan.pieces == 1
-    starts = arrays.initial if known.states is None else None
-    return _recall(plan, arrays, known), (arrays, starts, known.states, known.final)
-
-
-def _recall_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[_Arrays, None]:
-    return _gradients(plan, *residuals, *cotangents), None
-
-
-_recall.defvjp(_recall_forward, _recall_backward)
-
-
 def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> _Walk:
     """The forward pass; without queries, only states of the heads that have one of their own."""
     q, k, v, decays, _, initial = arrays
+    assert v is not None
     state_heads = _state_heads(k, v, decays, initial)
     heads = state_heads if q is None else q.shape[2]
     qs, ks, vs = jax.tree.map(lambda x: split_tokens(x, plan.pieces), (q, k, v))
@@ -223,21 +256,31 @@ def _gradients(
     final: Array,
     d_out: Array | None,
     d_final: Array,
+    more_dq: Array | None = None,
+    more_dk: Array | None = None,
 ) -> _Arrays:
-    """Gradients of all arrays, from what a forward pass left."""
+    """Gradients of all arrays, from what a forward pass left, and what is to be added to them."""
     q, k, v, decays, steps, initial = arrays
+    values = k if v is None else v
     if q is None:
         shape = (*k.shape[:2], final.shape[1])
-        q, d_out = jnp.zeros((*shape, k.shape[3]), k.dtype), jnp.zeros((*shape, v.shape[3]), v.dtype)
+        q, d_out = jnp.zeros((*shape, k.shape[3]), k.dtype), jnp.zeros((*shape, values.shape[3]), values.dtype)
     assert d_out is not None
     # Heads that share a final state share its gradient, so that their sum is whole.
     d_final = d_final.astype(final.dtype) / (q.shape[2] // final.shape[1])
-    given = plan.target, q, k, v, d_out.astype(v.dtype), decays
+    d_out = d_out.astype(values.dtype)
     if states is not None:
-        by_head = _by_one_kernel(*given, states, d_final, plan.pieces)
+        inside = more_dk if k.shape[2] == q.shape[2] else None
+        by_head = _by_one_kernel(plan, q, k, v, d_out, decays, states, d_final, more_dq, inside)
+        more_dq, more_dk = None, None if inside is not None else more_dk
     else:
         by_head = composed_gradients(
-            *given,
+            plan.target,
+            q,
+            k,
+            values,
+            d_out,
+            decays,
             initial,
             final,
             d_final,
@@ -251,10 +294,11 @@ def _gradients(
         d_steps = _sum_heads(by_head.d_steps, 1, steps.shape[1]).astype(steps.dtype)
         # It is a product with the decay of the step. Where that is below rounding, the sums hold nothing else.
         d_steps = jnp.where(steps < jnp.log(jnp.finfo(steps.dtype).eps), 0, d_steps)
+    dv = None if by_head.dv is None else _sum_heads(by_head.dv, 2, values.shape[2])
     return _Arrays(
-        by_head.dq if plan.outputs else None,
-        _sum_heads(by_head.dk, 2, k.shape[2]),
-        _sum_heads(by_head.dv, 2, v.shape[2]),
+        _sum_heads(by_head.dq, 2, q.shape[2], more_dq) if plan.outputs else None,
+        _sum_heads(by_head.dk, 2, k.shape[2], more_dk, dv if v is None else None),
+        None if v is None else dv,
         None,
         d_steps,
         _sum_heads(by_head.d_initial, 1, initial.shape[1]),
@@ -262,24 +306,30 @@ def _gradients(
 
 
 def _by_one_kernel(
-    target: Target,
+    plan: _Plan,
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     d_out: Array,
     decays: ChunkDecays | None,
     states: Array,
     d_final: Array,
-    pieces: int,
+    more_dq: Array | None,
+    more_dk: Array | None,
 ) -> BackwardResult:
     """Gradients for each of H heads, in the pieces of the forward pass."""
-    qs, ks, vs, ds = (split_tokens(x, pieces) for x in (q, k, v, d_out))
-    ends = piece_ends(target, qs, ds, decays, d_final, pieces)
-    result = gradients(target, qs, ks, vs, ds, split_decays(decays, pieces), states, ends)
+    pieces = plan.pieces
+    arrays = q, k, v, d_out, more_dq, more_dk
+    qs, ks, vs, ds, *more = (None if x is None else split_tokens(x, pieces) for x in arrays)
+    assert qs is not None
+    assert ks is not None
+    assert ds is not None
+    ends = piece_ends(plan.target, qs, ds, decays, d_final, pieces)
+    result = gradients(plan.target, qs, ks, vs, ds, split_decays(decays, pieces), states, ends, *more)
     return BackwardResult(
         join_pieces(result.dq, pieces),
         join_pieces(result.dk, pieces),
-        join_pieces(result.dv, pieces),
+        None if result.dv is None else join_pieces(result.dv, pieces),
         last_piece(result.d_initial, pieces, reverse=True),
         None if result.d_steps is None else join_chunks(result.d_steps, pieces),
     )
@@ -293,9 +343,11 @@ def _state_dtype(x: Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _sum_heads(x: Array, axis: int, heads: int) -> Array:
-    """Sums over the heads of each group, in float32 at least: `heads` are left."""
-    if x.shape[axis] == heads:
+def _sum_heads(x: Array, axis: int, heads: int, *more: Array | None) -> Array:
+    """Sums over the heads of each group and with `more`, in float32 at least: `heads` are left."""
+    others = [other for other in more if other is not None]
+    if x.shape[axis] == heads and not others:
         return x
     grouped = x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
-    return jnp.sum(grouped.astype(_state_dtype(x)), axis=axis + 1).astype(x.dtype)
+    total = jnp.sum(grouped.astype(_state_dtype(x)), axis=axis + 1)
+    return sum((other.astype(total.dtype) for other in others), total).astype(x.dtype)
