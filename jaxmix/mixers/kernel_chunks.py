@@ -36,9 +36,8 @@ class KernelChunks:
 
     Attributes:
         chunks: the same for XLA.
-        by_head: the same with every head of the decays as a sequence of its own, [B Hd, T, 1], in the order in which
-            kernels read them, so that nothing is transposed but the log decays.
-        batch: number of sequences B.
+        sums: log decays accumulated inside each chunk and segment, [B, Hd, N, C]; None for no decay.
+        edges: what `Chunks.edges` gives, [B, Hd, N, C] twice and [B, Hd, N]; None for neither decay nor segments.
         groups: heads that keep a state of their own, G.
         dtype: dtype of states.
         target: what kernels are made for.
@@ -46,8 +45,8 @@ class KernelChunks:
     """
 
     chunks: Chunks
-    by_head: Chunks
-    batch: int
+    sums: LogDecay | None
+    edges: tuple[Array, Array, Array] | None
     groups: int
     dtype: Dtype
     target: Target
@@ -65,15 +64,9 @@ class KernelChunks:
         fused: bool,
     ) -> "KernelChunks":
         """From `log_decay` [B, T, G] and `segments` of [B, T]."""
-        chunks = by_head = Chunks.cut(log_decay, segments, KERNEL_CHUNK)
-        batch = 0 if segments is None else segments.valid.shape[0]
-        if log_decay is not None:
-            batch, length, heads = log_decay.shape
-            flat = jnp.swapaxes(log_decay, 1, 2).reshape(batch * heads, length, 1)
-            run = None if chunks.run is None else jnp.repeat(chunks.run, heads, axis=0)
-            sums = LogDecay.accumulate(split_chunks(flat[..., None], KERNEL_CHUNK)[..., 0], run)
-            by_head = Chunks(sums, run, KERNEL_CHUNK, None)
-        return cls(chunks, by_head, batch, groups, dtype, target, fused)
+        chunks = Chunks.cut(log_decay, segments, KERNEL_CHUNK)
+        sums, edges = _by_head(log_decay, chunks.run, dtype)
+        return cls(chunks, sums, edges, groups, dtype, target, fused)
 
     @staticmethod
     def beside(matrix: Array, vector: Array) -> Moments:
@@ -140,24 +133,39 @@ class KernelChunks:
 
     def _decays(self, power: int) -> ChunkDecays | None:
         """Those of a^power; None without decay and segments."""
-        log_decay, run = self.by_head.log_decay, self.chunks.run
-        if log_decay is None and run is None:
+        if self.edges is None:
             return None
+        enter, leave, kept = (jax.lax.stop_gradient(x) ** power for x in self.edges)
+        high = low = jnp.zeros_like(enter)
+        steps = None
+        if self.sums is not None:
+            scaled = self.sums.times(power)
+            high, low = jax.lax.stop_gradient((scaled.high, scaled.low))
+            steps = scaled.steps
+        return ChunkDecays(high=high, low=low, enter=enter, leave=leave, kept=kept, run=self.chunks.run, steps=steps)
 
-        def heads_first(x: Array) -> Array:
-            """[B Hd, N, 1, ...] as [B, Hd, N, ...]."""
-            return x.reshape(self.batch, -1, x.shape[1], *x.shape[3:])
 
-        enter, leave, kept = (jax.lax.stop_gradient(x) ** power for x in self.by_head.edges(self.dtype))
-        enter, leave, kept = heads_first(enter[..., 0]), heads_first(leave[..., 0]), heads_first(kept[..., 0, 0])
-        if log_decay is None:
-            high = low = jnp.zeros_like(enter)
-            steps = None
-        else:
-            scaled = log_decay.times(power)
-            high, low, steps = (heads_first(x) for x in (scaled.high, scaled.low, scaled.steps))
-            high, low = jax.lax.stop_gradient((high, low))
-        return ChunkDecays(high=high, low=low, enter=enter, leave=leave, kept=kept, run=run, steps=steps)
+def _by_head(log_decay: Array | None, run: Array | None, dtype: Dtype) -> tuple[LogDecay | None, Any]:
+    """`sums` and `edges` of `KernelChunks` from `log_decay` [B, T, Hd] and `run` [B, N, C].
+
+    Every head of every sequence is cut by itself, in the order in which kernels read them: only the log decays are
+    transposed, and no axis is joined with another that devices may split.
+    """
+    if log_decay is None and run is None:
+        return None, None
+
+    def cut(log_decay: Array | None, run: Array | None) -> tuple[LogDecay | None, Any]:
+        run = None if run is None else run[None]
+        sums = None
+        if log_decay is not None:
+            sums = LogDecay.accumulate(split_chunks(log_decay[None, :, None, None], KERNEL_CHUNK)[..., 0], run)
+        start, end, kept = Chunks(sums, run, KERNEL_CHUNK, None).edges(dtype)
+        sums = jax.tree.map(lambda x: x[0, :, 0], sums)
+        return sums, (start[0, :, 0, :, 0], end[0, :, 0, :, 0], kept[0, :, 0, 0, 0])
+
+    heads_first = None if log_decay is None else jnp.swapaxes(log_decay, 1, 2)
+    axis_size = 1 if log_decay is None else log_decay.shape[2]
+    return jax.vmap(jax.vmap(cut, in_axes=(0, None), axis_size=axis_size))(heads_first, run)
 
 
 def _merge_heads(x: Array) -> Array:
