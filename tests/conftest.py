@@ -1,5 +1,6 @@
 """Settings that every test shares: a CPU seen as eight fake devices, and assertion rewriting for the shared suite."""
 
+import gc
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )
@@ -19,6 +21,9 @@ given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join(
     [given, *(flag for flag in XLA_FLAGS if flag.partition("=")[0] not in given)]
 ).strip()
+
+# Tracing makes and drops many small objects, and looking for cycles after every 700 of them takes time.
+gc.set_threshold(100_000, 20, 100)
 
 pytest.register_assert_rewrite("tests.contract", "tests.tolerances")
 

@@ -67,10 +67,9 @@ def test_scan_is_serial_with_every_gradient(variant, layout):
     assert_close(evaluate(MASKED, variant, case, SCAN), evaluate(MASKED, variant, case, SERIAL), FORMS[F64])
 
 
-@KEPT_OR_DROPPED
-@pytest.mark.parametrize("chunk_size", [1, 8, 64])
-def test_scan_is_serial_at_other_chunk_sizes(variant, chunk_size):
-    variant = masked(chunk_size, decay_masked=variant.options["decay_masked"])
+@pytest.mark.parametrize(("chunk_size", "decay_masked"), [(1, True), (1, False), (8, False), (64, True)])
+def test_scan_is_serial_at_other_chunk_sizes(chunk_size, decay_masked):
+    variant = masked(chunk_size, decay_masked=decay_masked)
     case = draw_case(MASKED, variant, segment_ids=DOCUMENTS)
     expected = evaluate(MASKED, variant, case, SERIAL)
     assert_close((expected.out, expected.state), printed_recurrence(case, variant), BRUTE_FORCE)

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,6 +152,17 @@ def paper_layer(step, real, tokens=512):
     return {name: np.asarray(x, np.float32) for name, x in arrays.items()}
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def gradient_of_all(arrays, weights, form, chunk_size):
+    """Gradients of a loss that reads output and final state, then these two."""
+
+    def loss(arrays):
+        out, state = interdomain_attention(**arrays, implementation=form, chunk_size=chunk_size)
+        return jnp.sum(weights * out) + sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(state)), (out, state)
+
+    return jax.grad(loss, has_aux=True)(arrays)
+
+
 @pytest.mark.parametrize(("step", "real", "chunk_size"), [(1e-3, 0.5, 16), (0.5, 20.0, 256)])
 def test_float64_scan_of_4096_tokens_with_every_gradient(step, real, chunk_size):
     arrays = paper_layer(step, real, 4096)
@@ -157,13 +170,8 @@ def test_float64_scan_of_4096_tokens_with_every_gradient(step, real, chunk_size)
         arrays = {name: jnp.asarray(x, jnp.float64) for name, x in arrays.items()}
         weights = jnp.cos(jnp.arange(arrays["v"].size, dtype=jnp.float64)).reshape(arrays["v"].shape)
 
-        def loss(arrays, form, chunk_size):
-            out, state = interdomain_attention(**arrays, implementation=form, chunk_size=chunk_size)
-            return jnp.sum(weights * out) + sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(state)), (out, state)
-
-        run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 2))
-        expected = jax.device_get(run(arrays, "serial", 64))
-        assert_close(run(arrays, "scan", chunk_size), expected, FORMS[F64])
+        expected = jax.device_get(gradient_of_all(arrays, weights, "serial", 64))
+        assert_close(gradient_of_all(arrays, weights, "scan", chunk_size), expected, FORMS[F64])
 
 
 @pytest.mark.parametrize(("step", "real"), [(1e-3, 0.5), (1e-1, 0.5), (0.5, 0.5), (0.5, 1e3), (10.0, 1e4)])
