@@ -31,6 +31,12 @@ CASES = {
     "two pieces without decay": (300, (2, 1, 1, 0, 1), (4, 5), 8, False, None),
 }
 
+SPARED = {("one chunk", False), ("four pieces, long memory", False), ("pieces backward only", True)}
+"""What adds nothing to the other cases."""
+WAYS = {False: "composed", True: "by one kernel"}
+"""How gradients are computed, by whether the target keeps states."""
+RUNS = [(name, keeps) for name in CASES for keeps in WAYS if (name, keeps) not in SPARED]
+
 
 @pytest.fixture(autouse=True)
 def _float64():
@@ -38,19 +44,13 @@ def _float64():
         yield
 
 
-@pytest.fixture(params=[False, True], ids=["composed", "by one kernel"])
-def keeps(request):
-    """Whether gradients are by one kernel from states that were kept."""
-    return request.param
-
-
-@pytest.fixture(params=CASES.values(), ids=CASES.keys())
-def case(request, monkeypatch, keeps):
+@pytest.fixture(params=RUNS, ids=[f"{name}, {WAYS[keeps]}" for name, keeps in RUNS])
+def case(request, monkeypatch):
     """A random case: the arguments, the decays as a function of the log decays, starts of segments, and the target."""
     monkeypatch.setattr(pieces, "SHORTEST_PIECE", 2 * 64)
     monkeypatch.setattr(pieces, "LONGEST_SUM", 5 * 64)
-    tokens, heads, sizes, busy, segments, decay = request.param
-    return draw(tokens, heads, sizes, busy, segments, decay, keeps)
+    name, keeps = request.param
+    return draw(*CASES[name], keeps)
 
 
 def draw(tokens, heads, sizes, busy, segments, decay, keeps=True):
@@ -138,6 +138,7 @@ def test_the_final_state_alone(case):
     assert_close(with_gradients(kernel, given), expected, EXACT)
 
 
+@pytest.mark.parametrize("keeps", WAYS, ids=WAYS.values())
 @pytest.mark.parametrize("heads", [2, 4], ids=["grouped heads", "keys of every head"])
 def test_gradients_of_a_call_that_is_known(keeps, heads):
     """Also of keys that are the values, and added to others."""
