@@ -175,18 +175,43 @@ def token_chunks(row, filled=0):
     return chunk
 
 
-def definition(inputs, segment_ids, **options):
-    """Outputs of both branches for streams that begin, document by document; differentiable in a soft choice."""
-    outs = [jnp.zeros(inputs[name].shape) for name in ("v", "v_softmax")]
-    for row, ids in enumerate(segment_ids):
-        chunks = token_chunks(ids)
-        for positions in documents(ids):
-            one = {name: None if x is None else x[row, positions] for name, x in inputs.items() if name != "choice"}
-            choice = inputs["choice"][row, chunks[positions[0]] : chunks[positions[-1]] + 1]
-            outs = [
-                out.at[row, positions].set(x) for out, x in zip(outs, of_document(one, choice, **options), strict=True)
-            ]
+def definition(inputs, segment_ids):
+    """Outputs of both branches for streams that begin, document by document."""
+    outs = [np.zeros(inputs[name].shape) for name in ("v", "v_softmax")]
+    for document in alone(inputs, segment_ids):
+        for out, x in zip(outs, jax.jit(of_document)(document.inputs, document.choice), strict=True):
+            out[document.row, document.positions] = x[: len(document.positions)]
     return tuple(outs)
+
+
+class Alone(NamedTuple):
+    """A document by itself, filled up with zeros to `TOKENS` tokens: all documents share one compiled function."""
+
+    row: int
+    positions: Any
+    chunks: slice
+    inputs: dict[str, Any]
+    choice: Any
+
+
+def alone(inputs, segment_ids):
+    """Yields every document of a call."""
+    for row, ids in enumerate(segment_ids):
+        chunk = token_chunks(ids)
+        for positions in documents(ids):
+            chunks = slice(chunk[positions[0]], chunk[positions[-1]] + 1)
+            one = {
+                name: None if x is None else filled_up(np.asarray(x)[row, positions], TOKENS)
+                for name, x in inputs.items()
+                if name != "choice"
+            }
+            choice = filled_up(inputs["choice"][row, chunks], math.ceil(TOKENS / CHUNK))
+            yield Alone(row, positions, chunks, one, choice)
+
+
+def filled_up(x, length):
+    """Zeros after the first axis up to `length`."""
+    return np.pad(x, [(0, length - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
 def of_document(x, choice, *, rule="gated_delta", own_chunk="both", decay_through_softmax=True, detach_own_chunk=False):
@@ -239,17 +264,32 @@ def softmax_branch(q, k, v, share, *, own, detach):
     return jnp.where(mine, 0, p) @ v + jnp.where(mine, p, 0) @ (jax.lax.stop_gradient(v) if detach else v)
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def _differentiate_document(inputs, choice, cotangent, options):
+    out, pull_back = jax.vjp(functools.partial(of_document, **dict(options)), inputs, choice)
+    return out, *pull_back(cotangent)
+
+
 def differentiate_definition(call: Call, **options):
     """Outputs of the definition and its gradients, that of the soft choice for both operations."""
     ids = np.ones(call.inputs["q"].shape[:2], int) if call.segment_ids is None else call.segment_ids
-
-    @jax.jit
-    def run(inputs):
-        out, pull_back = jax.vjp(lambda inputs: definition(inputs, ids, **options), inputs)
-        return out, pull_back(call.out_cotangent)[0]
-
-    with precision():
-        return jax.device_get(run(cast(call, np.float64).inputs))
+    inputs = cast(call, np.float64).inputs
+    outs = tuple(np.zeros(x.shape) for x in call.out_cotangent)
+    gradients = {name: None if x is None else np.zeros(x.shape) for name, x in inputs.items()}
+    for document in alone(inputs, ids):
+        row, places, length = document.row, document.positions, len(document.positions)
+        cotangent = tuple(filled_up(x[row, places], TOKENS) for x in call.out_cotangent)
+        with precision():
+            results, of_inputs, of_choice = jax.device_get(
+                _differentiate_document(document.inputs, document.choice, cotangent, tuple(sorted(options.items())))
+            )
+        for out, x in zip(outs, results, strict=True):
+            out[row, places] = x[:length]
+        for name, x in of_inputs.items():
+            if x is not None:
+                gradients[name][row, places] = x[:length]
+        gradients["choice"][row, document.chunks] = of_choice[: document.chunks.stop - document.chunks.start]
+    return outs, gradients
 
 
 def complete_chunks(call: Call):

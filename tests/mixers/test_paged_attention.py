@@ -58,31 +58,28 @@ def draw(rng):
 
 
 def dense(options, arrays, lists=READ):
-    """Outputs and log-sum-exps with all keys of a query at once; those of the own chunk come first."""
-    out, lse = np.empty((2, BATCH, LISTS, GROUP, CHUNKS), object)
-    for place in np.ndindex(out.shape):
-        row, head, group, chunk = place
-        q = arrays.q[place]
-        mine = q @ arrays.own_k[place].T
-        mine = jax.lax.stop_gradient(mine) if options.detach_own else mine
-        terms = [jnp.where(SEEN[row, chunk], jnp.exp(options.scale * mine), 0) * options.own]
-        own_v = arrays.own_v[place]
-        values = [jax.lax.stop_gradient(own_v) if options.detach_own else own_v]
-        for at in range(lists.count[row, head]):
-            if visible(lists, row, head, at, chunk):
-                page = lists.page[row, head, at]
-                logits = q @ arrays.page_k[row, page, group].T
-                terms.append(arrays.weight[row, head, at] * jnp.exp(options.scale * logits))
-                values.append(arrays.page_v[row, page, group])
-        terms, values = jnp.concatenate(terms, axis=1), jnp.concatenate(values)
-        total = terms.sum(axis=1, keepdims=True)
+    """Outputs and log-sum-exps with all keys of a query at once: those of the own chunk, and those of every page."""
+    out, lse = [], []
+    for row, head in np.ndindex(BATCH, LISTS):
+        listed = range(lists.count[row, head])
+        seen = np.array([[visible(lists, row, head, at, chunk) for at in listed] for chunk in range(CHUNKS)], bool)
+        pages = lists.page[row, head, : len(listed)]
+        q, own_k, own_v = (x[row, head] for x in (arrays.q, arrays.own_k, arrays.own_v))
+        page_k, page_v = (jnp.swapaxes(x[row, pages], 0, 1) for x in (arrays.page_k, arrays.page_v))
+        mine = jnp.einsum("gntd,gnsd->gnts", q, own_k)
+        if options.detach_own:
+            mine, own_v = jax.lax.stop_gradient((mine, own_v))
+        mine = jnp.where(SEEN[row], jnp.exp(options.scale * mine), 0) * options.own
+        paged = jnp.exp(options.scale * jnp.einsum("gntd,gpsd->gntps", q, page_k))
+        weight = arrays.weight[row, head, : len(listed), None]
+        paged = jnp.where(seen[:, None, :, None], weight * paged, 0)
+        total = mine.sum(axis=-1) + paged.sum(axis=(-2, -1))
         some = total > 0
-        out[place] = jnp.where(some, terms, 0) @ values / jnp.where(some, total, 1)
-        lse[place] = jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf)[:, 0]
-    shape = out.shape
-    return tuple(
-        jnp.stack(x.ravel().tolist()).reshape(*shape, SLOTS, *rest) for x, rest in ((out, [VALUES]), (lse, []))
-    )
+        total = jnp.where(some, total, 1)
+        values = jnp.einsum("gnts,gnse->gnte", mine, own_v) + jnp.einsum("gntps,gpse->gnte", paged, page_v)
+        out.append(jnp.where(some[..., None], values, 0) / total[..., None])
+        lse.append(jnp.where(some, jnp.log(total), -jnp.inf))
+    return tuple(jnp.stack(x).reshape(BATCH, LISTS, *x[0].shape) for x in (out, lse))
 
 
 def visible(lists, row, head, at, chunk):
