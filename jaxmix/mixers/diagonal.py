@@ -5,16 +5,17 @@ a Toeplitz table, so that nothing can overflow whatever the poles.
 """
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from jaxmix.arrays import Array, Dtype, einsum
+from jaxmix.arrays import Array, Dtype, einsum, expand_to
 from jaxmix.mixers import pairs
 from jaxmix.mixers.modes import Modes
 from jaxmix.mixers.prefix import prefix_scan
 from jaxmix.mixers.segments import Segments
+from jaxmix.parallel.collectives import vary_like
 
 
 @jax.tree_util.register_dataclass
@@ -110,6 +111,14 @@ class DiagonalChunks:
         """responses[t - j] for j <= t, else 0: [G, C, ...] to [G, C (t), C (j), ...]."""
         return _skew(responses)
 
+    def by_place(self, x: Array) -> Array:
+        """x [B, N, G, R, C, F] as [G, C, B, N, R, F], the order in which products with a Toeplitz table are batched."""
+        return einsum("bngrcf->gcbnrf", x)
+
+    def by_chunk(self, x: Array) -> Array:
+        """The inverse of `by_place`."""
+        return einsum("gcbnrf->bngrcf", x)
+
     def causal(self, scores: Array) -> Array:
         """scores [B, N, G, (R,) C, C] with zeros where the second token is later or of another segment."""
         keep = jnp.tri(self.size, dtype=jnp.bool_)
@@ -132,18 +141,35 @@ class DiagonalChunks:
         if self.shift is not None:
             place = jnp.arange(self.size) - self.shift[..., None]
             z = jnp.where((place >= 0)[:, :, None, :, None], _take(z, jnp.maximum(place, 0)), 0)
-        return einsum("gcpm,bngcf->bngpmf", jnp.flip(self.responses, axis=1), z)
+        # A head is one product of its responses with the tokens of all chunks; rows of F, not elements, move after it.
+        outer = einsum("gcpm,bngcf->gpmbnf", jnp.flip(self.responses, axis=1), z)
+        return einsum("gpmbnf->bngpmf", outer)
 
     def carry(self, outer: Array, initial: Array) -> tuple[Array, Array]:
-        """The state at the start of every chunk and after the last, from `initial` [B, G, 2, M, F]."""
+        """The state at the start of every chunk and after the last, from `initial` [B, G, 2, M, F].
+
+        By an associative scan, which has few steps; on a CPU from chunk to chunk, which moves every state once.
+        """
+        resets = None if self.run is None else self.run[..., -1] > 0
+        if self.sequence_axis is None and jax.default_backend() == "cpu":
+            return self._walk(outer, resets, initial)
         batch, chunks = outer.shape[:2]
         total = jnp.broadcast_to(self.total, (batch, chunks, *self.total.shape[2:]))
         summaries = DiagonalSummary(outer, total)
-        resets = None if self.run is None else self.run[..., -1] > 0
         start = DiagonalSummary.identity(total[:, :1].shape[:3], total.shape[-1], outer.shape[-1], outer.dtype)
         start = dataclasses.replace(start, X=initial[:, None])
         before, after, final = prefix_scan(DiagonalSummary.combine, summaries, resets, start, self.sequence_axis)
         return jnp.concatenate([before.X, after.X[:, :-1]], axis=1), final.X[:, 0]
+
+    def _walk(self, outer: Array, resets: Array | None, initial: Array) -> tuple[Array, Array]:
+        def step(x: Array, chunk: Any) -> tuple[Array, Array]:
+            outer, total, reset = chunk
+            kept = x if reset is None else jnp.where(expand_to(reset, x.ndim), 0, x)
+            return pairs.scale_rows(total, kept) + outer, x
+
+        chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (outer, self.total, resets))
+        final, before = jax.lax.scan(step, vary_like(initial, outer), chunks)
+        return jnp.moveaxis(before, 0, 1), final
 
 
 def _take(x: Array, places: Array) -> Array:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxmix.arrays import (
@@ -38,10 +39,11 @@ class _InterdomainAttention(Recurrence):
     modes: int
     conjugate: bool
     discretization: Discretization
+    normalize: bool
     system: Any = None
     """The `Modes`."""
     mix: Any = None
-    """C^T C: real [G, 2M, 2M] for a full C, pairs [G, 2, M] for a diagonal one."""
+    """What makes conj(w) of r: real [G, 2M, 2M] for a full C, pairs [G, 2, M] for a diagonal one."""
 
     def bind(self, parameters: Any) -> "_InterdomainAttention":
         A, delta, C = parameters
@@ -70,15 +72,15 @@ class _InterdomainAttention(Recurrence):
     def _read(self, xk: Array, xv: Array, q: Array) -> Output:
         """What q [..., G, R, D] reads from xk [..., G, 2, M, D] and xv [..., G, 2, M, E + 1]."""
         w = self._weigh(pairs.flatten(einsum("...rd,...pmd->...rpm", q, xk)), "...grj,gkj->...grk", 1)
-        out = einsum("...rpm,...pme->...re", pairs.conjugate(pairs.unflatten(w)), xv)
+        out = einsum("...rpm,...pme->...re", pairs.unflatten(w), xv)
         return out[..., :-1], out[..., -1]
 
     def _weigh(self, r: Array, spec: str, between: int) -> Array:
-        """(C^T C) r, or (C^T conj(C)) conj(r), for r [..., G, (`between` axes), 2M]."""
+        """conj(w) for r [..., G, (`between` axes), 2M], so that Re(w . x) is a sum of products of real numbers."""
         if self.mix.shape[-1] == self.modes:
             r = pairs.unflatten(r)
             mix = self.mix.reshape(self.mix.shape[0], *(1,) * between, *self.mix.shape[1:])
-            return pairs.flatten(pairs.multiply(mix, pairs.conjugate(r) if self.conjugate else r))
+            return pairs.flatten(pairs.multiply(mix, r if self.conjugate else pairs.conjugate(r)))
         return einsum(spec, r, self.mix)
 
     def cut(self, inputs: Inputs, size: int, sequence_axis: str | None) -> DiagonalChunks:
@@ -88,17 +90,37 @@ class _InterdomainAttention(Recurrence):
         """Two linear attentions around one M x M product, the first giving r and the second weighing with w."""
         q, k, v = chunks.pack(q), chunks.pack(k), chunks.pack(v)
         before_k, xk = chunks.carry(chunks.outer(k), state.Xk)
-        before_v, xv = chunks.carry(chunks.outer(v), beside(state.Xv, state.X1))
-        table = chunks.toeplitz(pairs.flatten(chunks.responses))
-        scores = chunks.causal(einsum("bngrtd,bngjd->bngrtj", q, k))
-        carried = pairs.multiply(einsum("bngrtd,bngpmd->bngrtpm", q, before_k), chunks.reach[:, None])
-        r = einsum("bngrtj,gtjm->bngrtm", scores, table) + chunks.from_start(pairs.flatten(carried))
-        w = pairs.unflatten(self._weigh(r, "bngrtj,gkj->bngrtk", 2))
-        weights = chunks.causal(einsum("bngrtm,gtjm->bngrtj", pairs.flatten(pairs.conjugate(w)), table))
-        reached = pairs.conjugate(pairs.multiply(w, chunks.reach[:, None]))
-        carried = chunks.from_start(einsum("bngrtpm,bngpme->bngrte", reached, before_v))
+        weights, reached = self._weights(chunks, q, k, pairs.flatten_rows(before_k))
+        # The states of values wait until those of keys are no longer needed.
+        reached, v = jax.lax.optimization_barrier((reached, v))
+        if self.normalize:
+            before_v, moments = chunks.carry(chunks.outer(v), beside(state.Xv, state.X1))
+            xv, x1 = apart(moments)
+        else:
+            v, ones = v[..., :-1], v[..., -1:]
+            before_v, xv = chunks.carry(chunks.outer(v), state.Xv)
+            x1 = chunks.carry(chunks.outer(ones), state.X1[..., None])[1][..., 0]
+        carried = chunks.from_start(einsum("bngrtm,bngme->bngrte", reached, pairs.flatten_rows(before_v)))
         out = einsum("bngrtj,bngje->bngrte", weights, v) + carried
-        return chunks.unpack(out), InterdomainAttentionState(xk, *apart(xv))
+        out = chunks.unpack(out if self.normalize else beside(out, jnp.zeros_like(out[..., 0])))
+        return out, InterdomainAttentionState(xk, xv, x1)
+
+    def _weights(self, chunks: DiagonalChunks, q: Array, k: Array, before_k: Array) -> tuple[Array, Array]:
+        """What a query weighs the values of its chunk with [B, N, G, R, C, C] and the chunk's start state [..., C, 2M].
+
+        Products with the powers, which are the same in all chunks, have the places inside a chunk in front.
+        """
+        table = chunks.toeplitz(pairs.flatten(chunks.responses))
+        reach = chunks.reach[:, :, None, None, None]
+        scores = chunks.by_place(chunks.causal(einsum("bngrtd,bngjd->bngrtj", q, k)))
+        # What goes into several products is computed once, and so is its cotangent: hence the barriers.
+        carried = jax.lax.optimization_barrier(einsum("bngrtd,bngmd->bngrtm", q, before_k))
+        carried = pairs.unflatten(chunks.by_place(chunks.from_start(carried)))
+        r = einsum("gtbnrj,gtjm->gtbnrm", scores, table) + pairs.flatten(pairs.multiply(reach, carried))
+        w = jax.lax.optimization_barrier(self._weigh(r, "gtbnrj,gkj->gtbnrk", 4))
+        weights = chunks.causal(chunks.by_chunk(einsum("gtbnrm,gtjm->gtbnrj", w, table)))
+        reached = pairs.multiply(pairs.conjugate(reach), pairs.unflatten(w))
+        return weights, chunks.by_chunk(pairs.flatten(reached))
 
     def summarize(self, inputs: Inputs) -> DiagonalSummary:
         ones = jnp.ones_like(inputs.v[..., 0])
@@ -118,18 +140,19 @@ class _InterdomainAttention(Recurrence):
 
 
 def _gram(C: Array, *, conjugate: bool) -> Array:
-    """C^T C, or with `conjugate` the real map r -> C^T conj(C) conj(r); see `_InterdomainAttention.mix`."""
+    """The map from r to conj(C^T C r), or with `conjugate` to conj(C^T conj(C r)); see `_InterdomainAttention.mix`."""
     other = C * jnp.asarray([1, -1] if conjugate else [1, 1], C.dtype).reshape(2, *(1,) * (C.ndim - 2))
     if C.ndim == 3:
-        return pairs.multiply(C, other)
+        return pairs.conjugate(pairs.multiply(C, other))
 
     def product(a: Array, b: Array) -> Array:
         return einsum("gpm,gpn->gmn", a, b)
 
     re = product(C[:, 0], other[:, 0]) - product(C[:, 1], other[:, 1])
     im = product(C[:, 0], other[:, 1]) + product(C[:, 1], other[:, 0])
-    matrix = pairs.real_matrix(jnp.stack([re, im], axis=1))
-    return jnp.concatenate([matrix[..., : C.shape[-1]], -matrix[..., C.shape[-1] :]], axis=-1) if conjugate else matrix
+    signs = jnp.repeat(jnp.asarray([1, -1], C.dtype), C.shape[-1])
+    matrix = signs[:, None] * pairs.real_matrix(jnp.stack([re, im], axis=1))
+    return matrix * signs if conjugate else matrix
 
 
 def interdomain_attention(
@@ -197,7 +220,7 @@ def interdomain_attention(
     shape = "[Hs, 2, M, M] or [Hs, 2, M]"
     check_array("C", C, shape, (heads, 2, modes, modes) if matrix else (heads, 2, modes), GATE_DTYPES)
     sizes = dataclasses.replace(sizes, groups=heads, dtype=compute_dtype(q, k, v, A, delta, C))
-    mixer = _InterdomainAttention(modes, conjugate, discretization)
+    mixer = _InterdomainAttention(modes, conjugate, discretization, normalize)
     parameters = tuple(p.astype(sizes.dtype) for p in (A, delta, C))
     arrays = (q, k, v, None, segment_ids, initial_state, parameters)
     return run_checked(mixer, sizes, form, arrays, eps if normalize else None, chunk_size, sequence_axis)

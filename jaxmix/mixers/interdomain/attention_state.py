@@ -59,6 +59,5 @@ def _mix(C: Array, x: Array) -> Array:
     """C x for x [B, Hs, 2, M, F]."""
     if C.ndim == 3:
         return pairs.scale_rows(C, x)
-    rows = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    mixed = jnp.matmul(pairs.real_matrix(C), rows, precision=jax.lax.Precision.HIGHEST)
+    mixed = jnp.matmul(pairs.real_matrix(C), pairs.flatten_rows(x), precision=jax.lax.Precision.HIGHEST)
     return mixed.reshape(x.shape)
