@@ -115,6 +115,18 @@ def evaluate(call: Call, implementation, dtype=np.float64, **options) -> Evaluat
         return jax.device_get(_evaluate(cast(call, dtype), implementation, tuple(sorted(options.items()))))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _forward(call: Call, implementation, options):
+    arguments = {"chunk_size": CHUNK, "segment_ids": call.segment_ids, "initial_state": call.state} | dict(options)
+    return natsl_attention(**call.inputs, implementation=implementation, **arguments)
+
+
+def forward(call: Call, implementation, **options):
+    """Outputs and final state of one call in float64, as numpy arrays."""
+    with precision():
+        return jax.device_get(_forward(cast(call, np.float64), implementation, tuple(sorted(options.items()))))
+
+
 def fresh_state(capacity=CAPACITY, batch=BATCH, dtype=np.float64) -> Any:
     """The state of streams that have seen nothing, as numpy arrays."""
     sizes = {"softmax_key_size": SOFTMAX_KEYS, "softmax_value_size": SOFTMAX_VALUES, "chunk_size": CHUNK}
@@ -137,7 +149,7 @@ def fresh_state(capacity=CAPACITY, batch=BATCH, dtype=np.float64) -> Any:
 def earlier_state() -> Any:
     """The state of a stream of 15 tokens and of one of 6."""
     ids = np.where(np.arange(TOKENS) < [[15], [6]], 1, 0)
-    return evaluate(draw_call(ids, state=fresh_state(), seed=7), "serial").state
+    return forward(draw_call(ids, state=fresh_state(), seed=7), "serial")[1]
 
 
 def packed_call(ids):
@@ -178,24 +190,17 @@ def token_chunks(row, filled=0):
 def definition(inputs, segment_ids):
     """Outputs of both branches for streams that begin, document by document."""
     outs = [np.zeros(inputs[name].shape) for name in ("v", "v_softmax")]
-    for document in alone(inputs, segment_ids):
-        for out, x in zip(outs, jax.jit(of_document)(document.inputs, document.choice), strict=True):
-            out[document.row, document.positions] = x[: len(document.positions)]
+    for row, positions, _, one, choice in alone(inputs, segment_ids):
+        for out, x in zip(outs, jax.jit(of_document)(one, choice), strict=True):
+            out[row, positions] = x[: len(positions)]
     return tuple(outs)
 
 
-class Alone(NamedTuple):
-    """A document by itself, filled up with zeros to `TOKENS` tokens: all documents share one compiled function."""
-
-    row: int
-    positions: Any
-    chunks: slice
-    inputs: dict[str, Any]
-    choice: Any
-
-
 def alone(inputs, segment_ids):
-    """Yields every document of a call."""
+    """Yields row, positions, chunks, inputs and choice of every document.
+
+    Inputs are filled up with zeros to `TOKENS` tokens, so that all documents share one compiled function.
+    """
     for row, ids in enumerate(segment_ids):
         chunk = token_chunks(ids)
         for positions in documents(ids):
@@ -206,7 +211,7 @@ def alone(inputs, segment_ids):
                 if name != "choice"
             }
             choice = filled_up(inputs["choice"][row, chunks], math.ceil(TOKENS / CHUNK))
-            yield Alone(row, positions, chunks, one, choice)
+            yield row, positions, chunks, one, choice
 
 
 def filled_up(x, length):
@@ -276,19 +281,19 @@ def differentiate_definition(call: Call, **options):
     inputs = cast(call, np.float64).inputs
     outs = tuple(np.zeros(x.shape) for x in call.out_cotangent)
     gradients = {name: None if x is None else np.zeros(x.shape) for name, x in inputs.items()}
-    for document in alone(inputs, ids):
-        row, places, length = document.row, document.positions, len(document.positions)
+    for row, places, chunks, one, choice in alone(inputs, ids):
+        length = len(places)
         cotangent = tuple(filled_up(x[row, places], TOKENS) for x in call.out_cotangent)
         with precision():
             results, of_inputs, of_choice = jax.device_get(
-                _differentiate_document(document.inputs, document.choice, cotangent, tuple(sorted(options.items())))
+                _differentiate_document(one, choice, cotangent, tuple(sorted(options.items())))
             )
         for out, x in zip(outs, results, strict=True):
             out[row, places] = x[:length]
         for name, x in of_inputs.items():
             if x is not None:
                 gradients[name][row, places] = x[:length]
-        gradients["choice"][row, document.chunks] = of_choice[: document.chunks.stop - document.chunks.start]
+        gradients["choice"][row, chunks] = of_choice[: chunks.stop - chunks.start]
     return outs, gradients
 
 

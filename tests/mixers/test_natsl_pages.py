@@ -20,10 +20,9 @@ from tests.mixers.natsl import (
     ONE,
     draw_call,
     draw_inputs,
-    evaluate,
+    forward,
     fresh_state,
     packed_call,
-    run_packed,
     softmax_first,
     token_chunks,
 )
@@ -82,26 +81,28 @@ def test_in_compiled_code_the_serial_form_loses_the_tokens_after_the_page_that_i
 def test_a_new_document_is_right_after_a_stream_has_outgrown_its_pages(implementation):
     call = packed_call(INSIDE)
     full = dataclasses.replace(call.state, used=call.state.used + CAPACITY)
-    expected, actual = run_packed(call, implementation), run_packed(call._replace(state=full), implementation)
+    (expected, expected_state), (actual, state) = (
+        forward(x, implementation, max_documents=MAX_DOCUMENTS) for x in (call, call._replace(state=full))
+    )
     old = call.segment_ids == 1
-    assert_same_bits(actual.out[0], expected.out[0])
-    assert np.all(np.isnan(actual.out[1][old]))
-    assert_same_bits(actual.out[1][~old], expected.out[1][~old])
-    assert_same_bits(actual.state, expected.state)
+    assert_same_bits(actual[0], expected[0])
+    assert np.all(np.isnan(actual[1][old]))
+    assert_same_bits(actual[1][~old], expected[1][~old])
+    assert_same_bits(state, expected_state)
 
 
 def test_capacity_grows_with_the_state_in_use():
     call = packed_call(ONE)
-    expected = run_packed(call, "scan")
-    grown = evaluate(call._replace(state_cotangent=None), "scan", max_documents=MAX_DOCUMENTS, capacity=CAPACITY + 3)
-    assert grown.state.capacity == CAPACITY + 3
-    assert_same_bits(grown.out, expected.out)
-    for field in dataclasses.fields(grown.state):
-        old = getattr(expected.state, field.name)
-        new = getattr(grown.state, field.name)[tuple(slice(size) for size in old.shape)]
+    expected, state = forward(call, "scan", max_documents=MAX_DOCUMENTS)
+    out, grown = forward(call, "scan", max_documents=MAX_DOCUMENTS, capacity=CAPACITY + 3)
+    assert grown.capacity == CAPACITY + 3
+    assert_same_bits(out, expected)
+    for field in dataclasses.fields(grown):
+        old = getattr(state, field.name)
+        new = getattr(grown, field.name)[tuple(slice(size) for size in old.shape)]
         assert_same_bits(new, old, field.name)
     with pytest.raises(ValueError, match=rf"capacity: expected at least the {CAPACITY} pages of initial_state, got 3"):
-        evaluate(call, "scan", max_documents=MAX_DOCUMENTS, capacity=3)
+        forward(call, "scan", max_documents=MAX_DOCUMENTS, capacity=3)
 
 
 @IMPLEMENTATIONS
@@ -111,8 +112,8 @@ def test_tokens_of_documents_that_do_not_fit_are_nan_and_the_others_right(implem
     few, many = draw_call(ids, max_documents=2), draw_call(ids, state=fresh_state(), max_documents=MAX_DOCUMENTS)
     few.inputs["choice"][:] = many.inputs["choice"][:, : few.inputs["choice"].shape[1]]
     chunks = few.inputs["choice"].shape[1]
-    actual = evaluate(few, implementation, max_documents=2).out
-    expected = run_packed(many, implementation).out
+    actual, _ = forward(few, implementation, max_documents=2)
+    expected, _ = forward(many, implementation, max_documents=MAX_DOCUMENTS)
     lost = np.array([token_chunks(row) >= chunks for row in np.array(ids)])
     assert lost.any(axis=1).tolist() == [False, True]
     for a, b in zip(actual, expected, strict=True):
