@@ -1,8 +1,8 @@
 """The split schedule: a long sequence cut into pieces that are walked side by side as if they were sequences.
 
 A kernel walks over the chunks of a head one after the other, so that one program serves a head. Where there are fewer
-heads than a device has cores, a first pass computes what every piece adds to the state, an associative scan gives the
-state at the start of every piece, and the main pass starts all pieces from there.
+heads than a device has cores, a first pass computes what every piece adds to the state, a scan gives the state
+at the start of every piece, and the main pass starts all pieces from there.
 """
 
 import dataclasses
@@ -18,6 +18,8 @@ SHORTEST_PIECE = 16 * CHUNK
 """Fewest tokens of a piece: below, the first pass and the padding cost more than the cores they occupy."""
 LONGEST_SUM = 1024
 """Most tokens over which a composed gradient of log decays sums what others leave behind, and collects its rounding."""
+UNROLLED = 16
+"""Most pieces whose states are computed without a loop."""
 
 
 def choose_pieces(heads: int, length: int, programs: int) -> int:
@@ -107,7 +109,7 @@ def last_piece(x: Array, pieces: int, *, reverse: bool = False) -> Array:
 def starts_of_pieces(
     decays: ChunkDecays | None, added: Array, initial: Array, pieces: int, *, reverse: bool = False
 ) -> Array:
-    """The state that every piece starts from, by an associative scan over pieces.
+    """The state that every piece starts from, by a scan over pieces.
 
     Args:
         decays: of the whole sequences.
@@ -120,25 +122,21 @@ def starts_of_pieces(
         States [B P, H, D, E].
     """
     heads = added.shape[1]
-    added = added.reshape(-1, pieces, *added.shape[1:])
+    added = jnp.moveaxis(added.reshape(-1, pieces, *added.shape[1:]), 1, 0)
     initial = jnp.repeat(initial, heads // initial.shape[1], axis=1)
     if decays is None:
-        kept = jnp.ones((*added.shape[:2], 1), added.dtype)
+        kept = jnp.ones((pieces, 1, 1), added.dtype)
     else:
         kept = jnp.prod(decays.kept.reshape(*decays.kept.shape[:2], pieces, -1), axis=-1)
-        kept = jnp.moveaxis(jnp.repeat(kept, heads // kept.shape[1], axis=1), 1, 2)
-    if reverse:
-        added, kept = added[:, ::-1], kept[:, ::-1]
-    # What the first piece starts from is a piece before it; the last piece starts nothing.
-    added = jnp.concatenate([initial[:, None], added[:, :-1]], axis=1)
-    kept = jnp.concatenate([jnp.ones_like(kept[:, :1]), kept[:, :-1]], axis=1)
-    _, starts = jax.lax.associative_scan(_follow, (kept, added), axis=1)
-    starts = starts[:, ::-1] if reverse else starts
-    return starts.reshape(-1, *starts.shape[2:])
+        kept = jnp.moveaxis(jnp.repeat(kept, heads // kept.shape[1], axis=1), 2, 0)
 
+    def follow(state: Array, piece: tuple[Array, Array]) -> tuple[Array, Array]:
+        kept, added = piece
+        factor = kept[..., None, None]
+        # Nothing that a border stops is multiplied by zero.
+        return jnp.where(factor > 0, factor * state, 0) + added, state
 
-def _follow(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """What piece a and then piece b do to a state; nothing that a border stops is multiplied by zero."""
-    (kept_a, x_a), (kept_b, x_b) = a, b
-    factor = kept_b[..., None, None]
-    return kept_a * kept_b, jnp.where(factor > 0, factor * x_a, 0) + x_b
+    # On a GPU a loop starts kernels anew for every piece, which unrolled is fused into a few.
+    # Not `associative_scan`: libtpu 0.0.50.1 cannot compile it for v6e in the program of a gradient.
+    _, starts = jax.lax.scan(follow, initial, (kept, added), reverse=reverse, unroll=min(pieces, UNROLLED))
+    return jnp.moveaxis(starts, 0, 1).reshape(-1, *added.shape[2:])
