@@ -95,7 +95,7 @@ TPU_VENV := .venv-tpu
 
 tpu-compile: export JAX_PLATFORMS := cpu
 tpu-compile: $(TPU_VENV)/.installed ## compile every TPU kernel ahead of time and print what it needs; no TPU is used
-	@$(TPU_VENV)/bin/python -m tests.kernels.aot_tpu
+	@$(TPU_VENV)/bin/python -m tests.kernels.aot_tpu $(TPU_COMPILE_FLAGS)
 
 # The extra of the locked jax names the libtpu that fits it, which lock files for every platform cannot hold.
 $(TPU_VENV)/.installed: requirements-dev.lock pyproject.toml $(BIN)/python

@@ -1,5 +1,13 @@
-"""Compiles every TPU kernel ahead of time, without a TPU, and prints a table: `make tpu-compile`."""
+"""Compiles every TPU kernel ahead of time, without a TPU, and prints a table: `make tpu-compile`.
 
+`--rows` takes a regular expression; rows whose first four cells it does not match are left out. `--table` names a table
+that was made with the same versions, to be completed: its rows with numbers are kept, those that are missing or aborted
+are compiled. The result goes to standard output, to be written to another file:
+
+    make tpu-compile TPU_COMPILE_FLAGS="--rows 'hla3.*v6e' --table experiments/results/tpu_compile.md" > new.md
+"""
+
+import argparse
 import datetime
 import functools
 import importlib.metadata
@@ -7,6 +15,7 @@ import itertools
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -79,7 +88,7 @@ def cases():
             shapes = ((64, 16, *[size] * len(axes)) for axes in operator.fields.values())
             states = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
             yield f"{name}, one token", dtype, size, function, (token, token, token, decay, states)
-    yield "linear_attention, gradient", dtype, size, gradient, case
+        yield "linear_attention, gradient", dtype, size, gradient, case
 
 
 def compile_for(device, function, arguments):
@@ -112,8 +121,24 @@ def bundles(program, folder: Path) -> int:
     return total
 
 
-def compile_all(first: int) -> None:
+def finished(table: Path | None) -> dict[str, str]:
+    """Lines of the rows of a table that have numbers, by their first four cells."""
+    if table is None:
+        return {}
+    text = table.read_text()
+    if f"{versions()}, date" not in text:
+        raise ValueError(f"{table} was not made with {versions()}; compile all rows anew")
+    kept = {}
+    for line in text.splitlines():
+        cells = line.strip("| ").split(" | ")
+        if len(cells) == len(HEADER) and cells[-1].isdigit():
+            kept[" | ".join(cells[:4])] = line
+    return kept
+
+
+def compile_all(rows: str, table: Path | None, first: int) -> None:
     """Prints the rows of the table from the given one on."""
+    kept = finished(table)
     with tempfile.TemporaryDirectory() as folder:
         flags = (f"dump_to={folder}", "dump_llo_text=true", "dump_llo_pass_label_regex=.*final_bundles.*")
         os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -124,9 +149,16 @@ def compile_all(first: int) -> None:
             chip: topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
             for chip, name in TOPOLOGIES.items()
         }
-        rows = itertools.product(cases(), chips.items())
-        for (name, dtype, size, function, arguments), (chip, device) in itertools.islice(rows, first, None):
-            print(f"| {name} | {dtype.__name__} | {size}, {size} | {chip} | ", end="", flush=True)
+        chosen = (
+            (f"{name} | {dtype.__name__} | {size}, {size} | {chip}", device, function, arguments)
+            for (name, dtype, size, function, arguments), (chip, device) in itertools.product(cases(), chips.items())
+        )
+        chosen = (row for row in chosen if row[0] in kept or re.search(rows, row[0]))
+        for cells, device, function, arguments in itertools.islice(chosen, first, None):
+            if cells in kept:
+                print(kept[cells], flush=True)
+                continue
+            print(f"| {cells} | ", end="", flush=True)
             program, seconds = compile_for(device, function, arguments)
             flops = int(program.cost_analysis()["flops"])
             temp = program.memory_analysis().temp_size_in_bytes
@@ -134,17 +166,23 @@ def compile_all(first: int) -> None:
             print(" | ".join(map(str, row)) + " |", flush=True)
 
 
-def main() -> int:
+def versions() -> str:
+    """Versions of what compiles."""
+    packages = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
+    return ", ".join((f"python {platform.python_version()}", *packages))
+
+
+def main(options: list[str]) -> int:
     """Prints the table in Markdown; returns the number of rows at which the compiler aborted."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu")]
-    print("Command: `make tpu-compile`\n")
-    print(f"python {platform.python_version()}, {', '.join(versions)}, date {datetime.date.today()}\n")
+    given = f' TPU_COMPILE_FLAGS="{shlex.join(options)}"' if options else ""
+    print(f"Command: `make tpu-compile{given}`\n")
+    print(f"{versions()}, date {datetime.date.today()}\n")
     print(LEGEND, end="\n\n")
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER), flush=True)
     done = aborted = 0
     while True:
         # A failed check inside the compiler ends its process, so that rows are compiled in one that may be replaced.
-        command = [sys.executable, "-m", "tests.kernels.aot_tpu", str(done)]
+        command = [sys.executable, "-m", "tests.kernels.aot_tpu", *options, "--first", str(done)]
         with (
             tempfile.TemporaryFile("w+") as errors,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
@@ -165,7 +203,11 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        compile_all(int(sys.argv[1]))
-    else:
-        sys.exit(main())
+    parser = argparse.ArgumentParser(description="Compiles TPU kernels ahead of time and prints a table.")
+    parser.add_argument("--rows", default="", help="regular expression that the first four cells of a row match")
+    parser.add_argument("--table", type=Path, help="a table of the same versions: its finished rows are kept")
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.first is None:
+        sys.exit(main(sys.argv[1:]))
+    compile_all(arguments.rows, arguments.table, arguments.first)
