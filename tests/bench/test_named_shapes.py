@@ -40,7 +40,6 @@ def rows_of(*found, options=QUICK):
 @pytest.mark.parametrize(
     ("mixer", "part"),
     [
-        ("linear_attention", "forward"),
         ("linear_attention", "backward"),
         ("ssd", "forward+backward"),
         ("hla2", "decode"),
@@ -74,7 +73,7 @@ def test_what_fails_says_why_and_the_next_row_follows():
     )
     assert (refused.values, refused.note) == ({}, "NotImplementedError: not installed")
     assert "the Pallas kernels need a Hopper GPU or a TPU" in failed.note
-    assert measured.values["milliseconds"] > 0
+    assert list(measured.values) == COLUMNS, measured.note
 
 
 def test_softmax_of_xla_is_refused_where_its_logits_are_too_large():

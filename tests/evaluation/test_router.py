@@ -61,12 +61,11 @@ def test_sizes_are_counted_by_hand(single):
 
 def test_layers_are_named_by_their_place_and_may_differ_in_chunk_size(tmp_path):
     wide = dataclasses.replace(ROUTED, chunk_size=6, rope=True)
-    model = decoder(LINEAR, ROUTED, LINEAR, ROUTED, wide)
+    model = decoder(LINEAR, ROUTED, wide)
     found = router_map(model, TOKENS[:26])
     assert [(x.layer, x.chunk_size, x.softmax.shape) for x in found.layers] == [
         (1, 4, (2, 6)),
-        (3, 4, (2, 6)),
-        (4, 6, (2, 4)),
+        (2, 6, (2, 4)),
     ]
     assert (found.step, found.tokens) == (2, 26)
     whole = softmax_fractions(model, TOKENS[:26])
