@@ -104,9 +104,8 @@ class Agreement(Suite):
         from_state = sum(np.sum(x * cotangents[name]) for name, x in state_fields(result.state).items())
         return np.sum(result.out * case.out_cotangent) + from_state
 
-    @pytest.mark.parametrize("chunk_size", [100, 200])
-    def test_any_chunk_size(self, chunk_size):
-        self.check_forward(self.spec.main, draw_case(self.spec, self.spec.main, LONG), Form("scan", chunk_size))
+    def test_a_chunk_longer_than_the_sequence(self):
+        self.check_forward(self.spec.main, draw_case(self.spec, self.spec.main, LONG), Form("scan", 200))
 
     @pytest.mark.parametrize("chunk_size", [17, 64])
     def test_chunks_with_every_gradient(self, chunk_size):
@@ -118,7 +117,7 @@ class Agreement(Suite):
         case = take_tokens(draw_case(self.spec, self.spec.main), 0, own_length)
         self.check_forward(self.spec.main, case, Form("scan", 8))
 
-    @pytest.mark.parametrize("length", [1, 2, 3, 8, 16])
+    @pytest.mark.parametrize("length", [1, 2, 3, 16])
     def test_short_lengths_with_every_gradient(self, length):
         case = draw_case(self.spec, self.spec.main)
         actual = evaluate(self.spec, self.spec.main, take_tokens(case, 0, length), Form("scan", 8))
