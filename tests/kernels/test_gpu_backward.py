@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmix_kernels.decays import CHUNK, BackwardResult
-from jaxmix_kernels.gpu_chunks import SIZES
 from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
 from jaxmix_kernels.linear_attention.vjp import linear_attention
 from jaxmix_kernels.target import Target
@@ -21,28 +20,30 @@ TOLERANCE = 5e-3
 # Gradients that decay to the smallest numbers of float32 have few digits.
 FLOOR = 1e-20
 
+ONE_CHUNK = "one chunk, every array with its own number of heads"
+
+# A ring of tiles has three slots at D = 64 and two at other sizes: so many chunks write every slot again.
 CASES = {
-    "weak decays and segments": {"decay": "weak", "key_size": 64},
-    "mixed decays and segments": {"key_size": 64, "value_size": 32},
-    "decays of -80": {"decay": -80.0, "segments": False},
-    "segments without decay": {"decay": None},
-    "neither decay nor segments": {"decay": None, "segments": False, "key_size": 64},
-    "one chunk": {"tokens": CHUNK, "decay": "weak", "segments": False},
+    "weak decays and segments": {"decay": "weak", "key_size": 64, "tokens": 4 * CHUNK},
+    "mixed decays and segments": {"value_size": 32},
+    "decays of -80": {"decay": -80.0, "segments": False, "tokens": 2 * CHUNK},
+    "segments without decay": {"decay": None, "tokens": 2 * CHUNK},
+    "neither decay nor segments": {"decay": None, "segments": False, "key_size": 64, "tokens": 4 * CHUNK},
     "two blocks of columns": {"decay": "weak", "key_size": 128, "value_size": 128},
-    "every array with its own number of heads": {
+    ONE_CHUNK: {
         "decay": "weak",
         "heads": 4,
         "b_heads": 2,
         "c_heads": 1,
         "decay_heads": 2,
-        "tokens": 2 * CHUNK,
+        "tokens": CHUNK,
     },
 }
 
 
 def _case(**options):
     """q, k, v, d_out, decays, the initial state, and the gradient of the final one."""
-    options = {"batch": 1, "heads": 2, "tokens": 4 * CHUNK, "dtype": jnp.bfloat16, **options}
+    options = {"batch": 1, "heads": 1, "tokens": 3 * CHUNK, "dtype": jnp.bfloat16, **options}
     q, k, v, decays, initial, d_out = reference.random_case(**options)
     d_final = jax.random.normal(jax.random.key(1), initial.shape)
     return q, k, v, d_out, decays, initial, d_final
@@ -65,7 +66,7 @@ def _expected(q, k, v, d_out, decays, initial, d_final, *more):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference_without_races(name):
     q, k, v, d_out, decays, initial, d_final = _case(**CASES[name])
-    d_final = None if name == "one chunk" else d_final
+    d_final = None if name == ONE_CHUNK else d_final
     expected, states = _expected(q, k, v, d_out, decays, initial, d_final)
     with gpu_checks.races_forbidden() as interpret:
         actual = decayed_attention_backward(q, k, v, d_out, decays, states, d_final, interpret=interpret)
@@ -75,7 +76,7 @@ def test_equals_the_reference_without_races(name):
 
 @pytest.mark.parametrize("size", [64, 32], ids=["in the kernel", "after it"])
 def test_keys_that_are_values_and_gradients_that_are_added(size):
-    options = {"decay": "weak", "tokens": 3 * CHUNK, "key_size": size, "value_size": size}
+    options = {"decay": "weak", "key_size": size, "value_size": size}
     q, k, _, d_out, decays, initial, d_final = _case(**options)
     more_dq, more_dk = d_out[:, ::-1], 2 * d_out
     expected, states = _expected(q, k, None, d_out, decays, initial, d_final, more_dq, more_dk)
@@ -87,7 +88,7 @@ def test_keys_that_are_values_and_gradients_that_are_added(size):
 
 
 def test_gradients_of_a_call_are_by_the_kernel_from_the_states_that_the_forward_kernel_keeps():
-    q, k, v, d_out, decays, initial, d_final = _case(**CASES["weak decays and segments"])
+    q, k, v, d_out, decays, initial, d_final = _case(**CASES["weak decays and segments"] | {"tokens": 2 * CHUNK})
     expected, _ = _expected(q, k, v, d_out, decays, initial, d_final)
     with gpu_checks.races_forbidden() as interpret:
         target = OneDevice("gpu", interpret=interpret)
@@ -108,10 +109,9 @@ def _shapes(key_size, value_size, **options):
     return q, k, v, d_out, decays, states, initial
 
 
-@pytest.mark.parametrize("value_size", SIZES)
-@pytest.mark.parametrize("key_size", SIZES)
-def test_lowers_for_a_gpu(key_size, value_size):
-    gpu_checks.lower(decayed_attention_backward, *_shapes(key_size, value_size))
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (128, 128), (128, 32), (32, 128)], ids=str)
+def test_lowers_for_a_gpu(sizes):
+    gpu_checks.lower(decayed_attention_backward, *_shapes(*sizes))
 
 
 def test_lowers_without_decays():
@@ -119,7 +119,7 @@ def test_lowers_without_decays():
 
 
 def test_refuses_what_it_cannot_serve():
-    q, k, v, d_out, decays, initial, _ = _case(**CASES["one chunk"])
+    q, k, v, d_out, decays, initial, _ = _case(**CASES[ONE_CHUNK])
     states = jnp.zeros((*initial.shape[:2], 1, *initial.shape[2:]), q.dtype)
     wide = [x.astype(jnp.float32) for x in (q, k, v, d_out)]
     with pytest.raises(NotImplementedError, match="bfloat16"):
