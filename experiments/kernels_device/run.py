@@ -36,8 +36,12 @@ SHAPES = ((8, 4096, 16, 64), (4, 4096, 16, 128), (2, 16384, 16, 128), (1, 32768,
 ONE = (Link("k", "v", "out"),)
 
 CASES: dict[str, tuple[dict, dict]] = {
-    "D 64, E 64, reverse": ({"tokens": 1024, "key_size": 64}, {"reverse": True}),
-    "D 128, E 128, reverse": ({"tokens": 1024, "key_size": 128, "value_size": 128}, {"reverse": True}),
+    "D 64, E 64": ({"tokens": 1024, "key_size": 64}, {}),
+    "D 128, E 128": ({"tokens": 1024, "key_size": 128, "value_size": 128}, {}),
+    "D 128, E 128, reverse, state alone": (
+        {"tokens": 1024, "key_size": 128, "value_size": 128},
+        {"reverse": True, "outputs": False},
+    ),
     "no decay, no segments": ({"tokens": 1024, "key_size": 64, "decay": None, "segments": False}, {}),
     "weak decays, 4096 tokens": (
         {"tokens": 4096, "key_size": 128, "value_size": 128, "decay": "weak", "segments": False},
@@ -72,24 +76,13 @@ def ratio(actual, expected) -> float:
 
 
 def check(name: str) -> bool:
-    """Prints one line of errors of out, final and dots; True if all are small."""
+    """Prints one line of errors of out and final; True if all are small."""
     arguments, options = CASES[name]
-    case = reference.random_case(dtype=jnp.bfloat16, **arguments)
-    a, b, c, decays, initial, weights = case
-    options = {"weights": weights, "initial": initial} | options
-    initial = options.pop("initial")
+    a, b, c, decays, initial, _ = reference.random_case(dtype=jnp.bfloat16, **arguments)
     start = time.perf_counter()
-
-    def run(function, widen):
-        arrays = jax.tree.map(
-            lambda x: x.astype(jnp.float32) if widen and x.dtype == jnp.bfloat16 else x,
-            (a, b, c, decays, initial, options["weights"]),
-        )
-        rest = {key: value for key, value in options.items() if key != "weights"}
-        return jax.jit(lambda *xs: function(*xs[:5], weights=xs[5], **rest))(*arrays)
-
-    actual = run(gpu.decayed_attention, widen=False)
-    expected = run(reference.decayed_attention, widen=True)
+    actual = jax.jit(functools.partial(gpu.decayed_attention, **options))(a, b, c, decays, initial)
+    wide = (x.astype(jnp.float32) for x in (a, b, c))
+    expected = jax.jit(functools.partial(reference.decayed_attention, **options))(*wide, decays, initial)
     errors = {
         field: ratio(x, y)
         for field, x, y in zip(actual._fields, actual, expected, strict=True)
@@ -104,8 +97,7 @@ def check_chain(name: str) -> bool:
     options = {"batch": 2, "heads": 4, "tokens": 1024, "b_heads": 2, "decay": "weak", "dtype": jnp.bfloat16} | options
     q, k, v, decays, *_ = reference.random_case(**options)
     start = time.perf_counter()
-    powers = [] if len(links) == 2 and links[-1].power == 1 else [None]
-    actual = jax.jit(lambda q, k, v, d: function(q, k, v, d, *powers, *[None] * len(links)))(q, k, v, decays)
+    actual = jax.jit(lambda q, k, v, d: function(q, k, v, d, *[None] * len(links)))(q, k, v, decays)
 
     @jax.jit
     def unfused(q, k, v, decays):
@@ -242,17 +234,16 @@ def rivals(shape: tuple[int, int, int, int]):
         return
     yield "linear attention, no decay", lambda q, k, v, d: attend(q, k, v, None), 40
     yield "linear attention, decay", attend, 40
-    yield "  reverse, dots", lambda q, k, v, d: attend(q, k, v, d, weights=v, reverse=True), 40
     yield "  with states", lambda q, k, v, d: attend(q, k, v, d, states=True), 40
     yield "  all gradients", gradients, 40
     yield "  all gradients, no decay", lambda q, k, v, d, x: gradients(q, k, v, None, x), 40
     yield "  chain of one, no decay", lambda q, k, v, d: chain_forward(ONE, q, k, v, None, (None,)), 40
     yield "  chain of one, decay", lambda q, k, v, d: chain_forward(ONE, q, k, v, d, (None,)), 40
-    yield "hla2, no decay", lambda q, k, v, d: hla2.hla2_forward(q, k, v, None, None, None, None), 40
-    yield "hla2, decay", lambda q, k, v, d: hla2.hla2_forward(q, k, v, d, d, None, None), 40
+    yield "hla2, no decay", lambda q, k, v, d: hla2.hla2_forward(q, k, v, None, None, None), 40
+    yield "hla2, decay", lambda q, k, v, d: hla2.hla2_forward(q, k, v, d, None, None), 40
     yield "ahla, decay", lambda q, k, v, d: ahla.ahla_forward(q, k, v, d, None, None), 40
     if size == 64:
-        yield "hla3, decay", lambda q, k, v, d: hla3.hla3_forward(q, k, v, d, d, None, None, None), 40
+        yield "hla3, decay", lambda q, k, v, d: hla3.hla3_forward(q, k, v, d, None, None, None), 40
 
 
 def gradients(q, k, v, decays, states):

@@ -60,13 +60,21 @@ class Target:
         """
         return self.platform == "gpu"
 
-    def decayed_attention(self, *arrays: Any, **options: Any) -> Result:
-        """The kernel of the platform; see `jaxmix_kernels.linear_attention`."""
+    def decayed_attention(self, *arrays: Any, weights: Any = None, **options: Any) -> Result:
+        """The kernel of the platform; see `jaxmix_kernels.linear_attention`.
+
+        On a GPU it has what a forward pass needs, and refuses what composed gradients need besides: `weights`, and
+        outputs in reverse.
+        """
         if self.platform == "gpu":
             from jaxmix_kernels.linear_attention.gpu import decayed_attention
-        else:
-            from jaxmix_kernels.linear_attention.tpu import decayed_attention
-        return decayed_attention(*arrays, interpret=self.interpret, **options)
+
+            if weights is not None:
+                raise NotImplementedError("the Hopper kernel does not take weights: it gives no dots")
+            return decayed_attention(*arrays, interpret=self.interpret, **options)
+        from jaxmix_kernels.linear_attention.tpu import decayed_attention
+
+        return decayed_attention(*arrays, weights=weights, interpret=self.interpret, **options)
 
     def decayed_attention_backward(self, *arrays: Any) -> BackwardResult:
         """The kernel of all gradients, where the target `keeps_states`."""

@@ -46,11 +46,6 @@ def _initials(links, q, k, v):
     return states
 
 
-def _call(function, links, q, k, v, decays, states, **options):
-    powers = [] if all(link.power == 1 for link in links) else [None]
-    return function(q, k, v, decays, *powers, *states, **options)
-
-
 def _to_power(decays, power):
     if decays is None:
         return None
@@ -81,7 +76,7 @@ def test_equals_its_linear_attentions_without_races(case, name):
     arrays = _case(options)
     states = _initials(links, *arrays[:3])
     with gpu_checks.races_forbidden() as interpret:
-        actual = _call(function, links, *arrays, states, keep=keep, interpret=interpret)
+        actual = function(*arrays, *states, keep=keep, interpret=interpret)
     assert_close(actual, _expected(links, *arrays, states, keep), TOLERANCE)
 
 
@@ -89,7 +84,7 @@ def test_a_key_size_of_128_in_two_parts():
     links = hla2.LINKS
     arrays = _case({"tokens": 4 * CHUNK, "heads": 1, "key_size": 128, "value_size": 128, "segments": False})
     with gpu_checks.races_forbidden() as interpret:
-        actual = hla2.hla2_forward(*arrays, None, None, None, keep=True, interpret=interpret)
+        actual = hla2.hla2_forward(*arrays, None, None, keep=True, interpret=interpret)
     states = [jnp.zeros_like(x[:, :1]) for x in _initials(links, *arrays[:3])]
     assert_close(actual, _expected(links, *arrays, states, True), TOLERANCE)
 
@@ -100,18 +95,17 @@ def test_lowers_for_a_gpu(sizes, name):
     function, links = KERNELS[name]
     if name == "hla3" and sizes[0] == 128:
         with pytest.raises(NotImplementedError, match="size 64"):
-            _call(function, links, *_case({"tokens": CHUNK, "key_size": 128}), [None] * 3)
+            function(*_case({"tokens": CHUNK, "key_size": 128}), *[None] * 3)
         return
     for options, keep in (({}, True), ({"decay": None, "segments": False}, False)):
         shapes = {"key_size": sizes[0], "value_size": sizes[1], **options}
         arrays = jax.eval_shape(functools.partial(_case, shapes))
-        call = functools.partial(_call, function, links, states=[None] * len(links), keep=keep)
-        gpu_checks.lower(call, *arrays)
+        gpu_checks.lower(functools.partial(function, keep=keep), *arrays, *[None] * len(links))
 
 
 def test_refuses_what_it_cannot_serve():
     q, k, v, decays = _case({"tokens": CHUNK})
     with pytest.raises(NotImplementedError, match="key size of at least 64"):
-        hla2.hla2_forward(q[..., :32], k[..., :32], v, decays, None, None, None)
+        hla2.hla2_forward(q[..., :32], k[..., :32], v, decays, None, None)
     with pytest.raises(NotImplementedError, match="bfloat16"):
-        hla2.hla2_forward(*(x.astype(jnp.float32) for x in (q, k, v)), decays, None, None, None)
+        hla2.hla2_forward(*(x.astype(jnp.float32) for x in (q, k, v)), decays, None, None)

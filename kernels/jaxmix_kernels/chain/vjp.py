@@ -134,7 +134,7 @@ def _fused(
     assert kernel is not None
     padded = tuple(pad_sizes(x, (3,), CHUNK) for x in (q, k, v))
     # The GPU kernel takes the powers of decays itself.
-    given = [x if power == 1 or target.platform == "tpu" else None for power, x in sorted(decays.items())]
+    given = [x for power, x in sorted(decays.items()) if power == 1 or target.platform == "tpu"]
     given = [None if x is None else dataclasses.replace(x, steps=None) for x in given]
     starts = [pad_sizes(x, (2, 3)) for x in initials]
     options = {"keep": True} if keep else {}
@@ -162,7 +162,7 @@ def _fused(
 
 
 def _kernel(links: Links, target: Target) -> Callable[..., tuple[Array, ...]] | None:
-    """The fused kernel: a function of q, k, v, decays by their power, and initial states."""
+    """The fused kernel: a function of q, k, v, decays (on a TPU those of every power), and initial states."""
     if target.platform == "gpu":
         from jaxmix_kernels.ahla.gpu import ahla_forward
         from jaxmix_kernels.hla2.gpu import hla2_forward

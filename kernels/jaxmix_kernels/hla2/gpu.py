@@ -12,7 +12,6 @@ def hla2_forward(
     k: Array,
     v: Array,
     decays: ChunkDecays | None,
-    squared: ChunkDecays | None,
     initial_s: Array | None,
     initial_f: Array | None,
     *,
@@ -25,8 +24,7 @@ def hla2_forward(
         q: queries [B, T, H, D], bfloat16, D in {64, 128}; T is a multiple of 64.
         k: keys [B, T, Hk, D]; head h reads head h // (H / Hk), as for all head counts.
         v: values [B, T, Hv, E], E in {32, 64, 128}.
-        decays: chunk decays of a and segments; None for neither.
-        squared: chunk decays of a^2. Not read: the kernel squares those of a.
+        decays: chunk decays of a, which the kernel squares, and segments; None for neither.
         initial_s: S before the first chunk, [B, Hs, D, D], float32; None for zeros.
         initial_f: F before the first chunk, [B, Hs, D, E], float32; None for zeros.
         keep: asks for what the gradients need as well.
@@ -39,6 +37,5 @@ def hla2_forward(
     Raises:
         NotImplementedError: the kernel does not take these dtypes or sizes.
     """
-    del squared
     out, finals, kept = chain_forward(LINKS, q, k, v, decays, (initial_s, initial_f), keep=keep, interpret=interpret)
     return out, *finals, *kept

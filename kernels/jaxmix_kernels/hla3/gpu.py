@@ -14,7 +14,6 @@ def hla3_forward(
     k: Array,
     v: Array,
     decays: ChunkDecays | None,
-    cubed: ChunkDecays | None,
     initial_s: Array | None,
     initial_p: Array | None,
     initial_f: Array | None,
@@ -28,8 +27,7 @@ def hla3_forward(
         q: queries [B, T, H, D], bfloat16, D = 64; T is a multiple of 64.
         k: keys [B, T, Hk, D]; head h reads head h // (H / Hk), as for all head counts.
         v: values [B, T, Hv, E], E in {32, 64, 128}.
-        decays: chunk decays of a and segments; None for neither.
-        cubed: chunk decays of a^3. Not read: the kernel takes the third power of those of a.
+        decays: chunk decays of a, whose third power the kernel takes, and segments; None for neither.
         initial_s: S before the first chunk, [B, Hs, D, D], float32; None for zeros.
         initial_p: P before the first chunk, [B, Hs, D, E], float32; None for zeros.
         initial_f: F before the first chunk, likewise.
@@ -44,7 +42,6 @@ def hla3_forward(
         NotImplementedError: the kernel does not take these dtypes or sizes; D is 64 only,
             for larger keys leave too few registers and too little shared memory.
     """
-    del cubed
     if k.shape[3] != _KEY_SIZE:
         raise NotImplementedError(f"the fused kernel of HLA3 takes keys of size {_KEY_SIZE}, got {k.shape[3]}")
     initials = initial_s, initial_p, initial_f

@@ -63,7 +63,6 @@ def decayed_attention(
     decays: ChunkDecays | None,
     initial: Array | None,
     *,
-    weights: Array | None = None,
     reverse: bool = False,
     outputs: bool = True,
     states: bool = False,
@@ -81,21 +80,22 @@ def decayed_attention(
         c: values [B, T, Hc, E].
         decays: decays and segments, of Hd heads; None for neither.
         initial: state before the first chunk walked, [B, Hs, D, E], float32; None for zeros.
-        weights: [B, T, Hw, E]; asks for dots, the sum over E of out times weights, taken before out is rounded.
-        reverse: walk from the last chunk to the first with M transposed and enter and leave exchanged.
+        reverse: walk from the last chunk to the first with enter and leave exchanged; without outputs only.
         outputs: False computes no outputs.
         states: asks for the state before every chunk.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
         tuning: how the work is laid out; None for the default.
 
     Returns:
-        out [B, T, H, E], final [B, H, D, E], dots [B, H, T], states [B, H, N, D, E].
+        out [B, T, H, E], final [B, H, D, E], states [B, H, N, D, E]; there are no dots.
 
     Raises:
-        NotImplementedError: the kernel does not take these dtypes or sizes.
+        NotImplementedError: the kernel does not take these dtypes or sizes, or outputs are asked for in reverse.
         ValueError: the tokens do not fill chunks, or a head count does not divide another.
     """
-    arrays = [x for x in (a, b, c, weights) if x is not None]
+    if reverse and outputs:
+        raise NotImplementedError("the Hopper kernel walks in reverse without outputs only")
+    arrays = [x for x in (a, b, c) if x is not None]
     key_size, value_size = b.shape[3], c.shape[3]
     refuse(arrays, key_size, value_size)
     heads = max(x.shape[2] for x in arrays)
@@ -103,33 +103,30 @@ def decayed_attention(
     for x, axis in [(x, 2) for x in arrays] + ([] if initial is None else [(initial, 1)]):
         if heads % x.shape[axis]:
             raise ValueError(f"every head count must divide the largest, {heads}; got {x.shape[axis]}")
-    a, weights = (a, weights) if outputs else (None, None)
+    a = a if outputs else None
     # The products of the state have D rows, and a wgmma at least 64.
     padding = max(0, WGMMA_ROWS - key_size)
     if padding:
         a = None if a is None else jnp.pad(a, [(0, 0)] * 3 + [(0, padding)])
         b = jnp.pad(b, [(0, 0)] * 3 + [(0, padding)])
         initial = None if initial is None else jnp.pad(initial, [(0, 0)] * 2 + [(0, padding), (0, 0)])
-    inputs: dict[str, Array | None] = {"a": a, "b": b, "c": c, "weights": weights, "initial": initial}
+    inputs: dict[str, Array | None] = {"a": a, "b": b, "c": c, "initial": initial}
     if decays is not None:
-        enter, leave = (decays.leave, decays.enter) if reverse else (decays.enter, decays.leave)
-        inputs |= {"leave": leave, "kept": decays.kept}
+        inputs |= {"leave": decays.enter if reverse else decays.leave, "kept": decays.kept}
         if outputs:
-            inputs |= {"enter": enter, "high": decays.high, "low": decays.low, "run": decays.run}
+            inputs |= {name: getattr(decays, name) for name in ("enter", "high", "low", "run")}
     given = {name: x for name, x in inputs.items() if x is not None}
     results = _call(given, heads, reverse, outputs, states, interpret, tuning or Tuning())
-    dots, starts = results.get("dots"), results.get("states")
-    if dots is not None:
-        dots = jnp.sum(dots, axis=2).reshape(*dots.shape[:2], -1)
+    starts = results.get("states")
     if starts is not None:
         starts = starts[:, :, :, :key_size]
-    return Result(results.get("out"), results["final"][:, :, :key_size], dots, starts)
+    return Result(results.get("out"), results["final"][:, :, :key_size], None, starts)
 
 
 def _call(
     given: dict[str, Array], heads: int, reverse: bool, outputs: bool, states: bool, interpret: Any, tuning: Tuning
 ) -> dict[str, Array]:
-    """Lays out the grid and the shared memory: out, final, states, and dots [B, H, blocks, N, C]."""
+    """Lays out the grid and the shared memory: final, out and states."""
     batch, tokens, _, key_size = given["b"].shape
     value_size, dtype = given["c"].shape[3], given["c"].dtype
     columns = min(value_size, tuning.columns)
@@ -140,8 +137,6 @@ def _call(
     results = {"final": jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32)}
     if outputs:
         results["out"] = jax.ShapeDtypeStruct((batch, tokens, heads, value_size), dtype)
-    if "weights" in given:
-        results["dots"] = jax.ShapeDtypeStruct((batch, heads, blocks, count, CHUNK), jnp.float32)
     if states:
         results["states"] = jax.ShapeDtypeStruct((batch, heads, count, key_size, value_size), dtype)
     transforms = layout_of_tiles(min(key_size, columns), dtype)
@@ -156,8 +151,6 @@ def _call(
         scratch["scaled"] = shared(CHUNK, columns)
     if outputs:
         scratch["out_tile"] = plgpu.SMEM((_SLOTS, CHUNK, columns), dtype, transforms=transforms)
-    if "weights" in given:
-        scratch["dots_tile"] = plgpu.SMEM((_SLOTS, CHUNK), jnp.float32)
     if interpret:
         scratch["scores"] = shared(CHUNK, CHUNK)
     body = functools.partial(
@@ -212,9 +205,7 @@ def _program(
     for name in ("a", "b"):
         if name in ref:
             sources[name] = keys, ref[name].at[batch, :, of_head(name, 2)]
-    for name in ("c", "weights"):
-        if name in ref:
-            sources[name] = values, ref[name].at[batch, :, of_head(name, 2), block_columns]
+    sources["c"] = values, ref["c"].at[batch, :, of_head("c", 2), block_columns]
     for name in ("enter", "leave", "high", "low"):
         if name in ref:
             sources[name] = vector, ref[name].at[batch, of_head(name, 1)]
@@ -237,18 +228,12 @@ def _program(
             out = products.new((CHUNK, columns), chunk["a"], ref["state"])
             scores = products.new((CHUNK, CHUNK), chunk["a"], chunk["b"].transpose((1, 0)))
             out = out * rows(chunk["enter"], columns) if "enter" in chunk else out
-            scores = masked(scores, chunk, reverse=reverse).astype(dtype)
+            scores = masked(scores, chunk).astype(dtype)
             out = products.add(out, scores, chunk["c"])
             plgpu.wait_smem_to_gmem(_SLOTS - 1 + ("states" in ref), wait_read_only=True)
             slot = lax.rem(n, jnp.int32(_SLOTS))
             ref["out_tile"].at[slot][...] = out.astype(dtype)
-            if "dots" in ref:
-                dots = jnp.sum(out * tile(chunk["weights"]).astype(jnp.float32), axis=1)
-                ref["dots_tile"].at[slot][...] = dots
             plgpu.commit_smem()
-            if "dots" in ref:
-                dots_target = ref["dots"].at[batch, head, block, n]
-                plgpu.copy_smem_to_gmem(ref["dots_tile"].at[slot], dots_target, commit_group=False)
             tokens = pl.ds(n * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(ref["out_tile"].at[slot], ref["out"].at[batch, tokens, head, block_columns])
         state = state if kept is None else state * kept
