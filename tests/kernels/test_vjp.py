@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmix_kernels.decays import ChunkDecays
 from jaxmix_kernels.linear_attention import pieces
 from jaxmix_kernels.linear_attention.pieces import choose_pieces, shorten_sums
 from jaxmix_kernels.linear_attention.vjp import Known, final_state, known_gradients, linear_attention
@@ -31,11 +33,24 @@ CASES = {
     "two pieces without decay": (300, (2, 1, 1, 0, 1), (4, 5), 8, False, None),
 }
 
-SPARED = {("one chunk", False), ("four pieces, long memory", False), ("pieces backward only", True)}
-"""What adds nothing to the other cases."""
 WAYS = {False: "composed", True: "by one kernel"}
 """How gradients are computed, by whether the target keeps states."""
+SPARED = {
+    ("one chunk", False),
+    ("ragged, segments, grouped heads", False),
+    ("four pieces, long memory", False),
+    ("pieces backward only", True),
+}
+"""What adds nothing to the other cases."""
 RUNS = [(name, keeps) for name in CASES for keeps in WAYS if (name, keeps) not in SPARED]
+STATE_RUNS = [
+    ("odd head counts, two sizes", False),
+    ("odd head counts, two sizes", True),
+    ("strong decay, pieces forward and more backward", False),
+    ("four pieces with segments", True),
+    ("two pieces without decay", False),
+]
+"""Without queries the gradients are those of above, of fewer heads: every layout of heads and of pieces once."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +59,29 @@ def _float64():
         yield
 
 
-@pytest.fixture(params=RUNS, ids=[f"{name}, {WAYS[keeps]}" for name, keeps in RUNS])
-def case(request, monkeypatch):
-    """A random case: the arguments, the decays as a function of the log decays, starts of segments, and the target."""
+@pytest.fixture
+def _short_pieces(monkeypatch):
     monkeypatch.setattr(pieces, "SHORTEST_PIECE", 2 * 64)
     monkeypatch.setattr(pieces, "LONGEST_SUM", 5 * 64)
-    name, keeps = request.param
-    return draw(*CASES[name], keeps)
 
 
-def draw(tokens, heads, sizes, busy, segments, decay, keeps=True):
+def runs(chosen):
+    return pytest.mark.parametrize(("name", "keeps"), chosen, ids=[f"{name}, {WAYS[keeps]}" for name, keeps in chosen])
+
+
+class Drawn(NamedTuple):
+    """A random case: what has gradients, the constants of the decays, starts of segments, and what fills a device."""
+
+    arguments: dict[str, Any]
+    decays: ChunkDecays | None
+    starts: Any
+    busy: int
+
+    def target(self, keeps):
+        return ReferenceTarget(busy=self.busy, keeps=keeps)
+
+
+def draw(tokens, heads, sizes, busy, segments, decay):
     rng = np.random.default_rng(0)
     widths = (sizes[0], sizes[0], sizes[1])
     q, k, v = (rng.normal(size=(BATCH, tokens, h, d)) for h, d in zip(heads[:3], widths, strict=True))
@@ -63,22 +91,21 @@ def draw(tokens, heads, sizes, busy, segments, decay, keeps=True):
     steps = decays = None
     if decay is not None:
         steps = -np.exp(rng.uniform(*np.log(decay), (BATCH, heads[3], tokens)))
-        constants = make_decays(np.pad(steps, fill), np.pad(starts, fill[1:]) if segments else None, dtype=np.float64)
-
-        def decays(steps):
-            steps = jnp.pad(steps, fill).reshape(constants.steps.shape)
-            return dataclasses.replace(constants, steps=steps)
-
-    return (
-        {"q": q, "k": k, "v": v, "steps": steps, "initial": initial},
-        decays,
-        starts,
-        ReferenceTarget(busy=busy, keeps=keeps),
-    )
+        decays = make_decays(np.pad(steps, fill), np.pad(starts, fill[1:]) if segments else None, dtype=np.float64)
+    return Drawn({"q": q, "k": k, "v": v, "steps": steps, "initial": initial}, decays, starts, busy)
 
 
-def by_token(q, k, v, steps, initial, starts):
-    """The recurrence, token after token; with a final state for every head."""
+def with_steps(decays, steps):
+    """The decays as a function of the log decays of the tokens."""
+    if decays is None:
+        return None
+    fill = [(0, 0), (0, 0), (0, decays.steps[0, 0].size - steps.shape[2])]
+    return dataclasses.replace(decays, steps=jnp.pad(steps, fill).reshape(decays.steps.shape))
+
+
+def by_token(arguments, starts, group):
+    """The recurrence, token after token; with a final state for every `group` of heads."""
+    q, k, v, steps, initial = (arguments[name] for name in ("q", "k", "v", "steps", "initial"))
     heads = q.shape[2]
 
     def spread(x, axis):
@@ -94,76 +121,94 @@ def by_token(q, k, v, steps, initial, starts):
         return state, jnp.einsum("bhd,bhde->bhe", q, state)
 
     state, out = jax.lax.scan(step, jnp.repeat(initial, heads // initial.shape[1], axis=1), tokens)
-    return jnp.moveaxis(out, 0, 1), state
+    return jnp.moveaxis(out, 0, 1), state[:, ::group]
 
 
-def with_gradients(function, arguments):
-    """The results of `function` and the gradients under random cotangents."""
-
-    @jax.jit
-    def run(arguments):
-        results, pull_back = jax.vjp(function, arguments)
-        rng = np.random.default_rng(1)
-        return results, pull_back(jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), results))
-
-    return jax.device_get(run(arguments))
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(function, arguments, cotangents, *constants):
+    """The results of `function` and the gradients of its first argument."""
+    results, pull_back = jax.vjp(lambda arguments: function(arguments, *constants), arguments)
+    return results, pull_back(cotangents)[0]
 
 
-def test_outputs_final_state_and_gradients(case):
-    arguments, decays, starts, target = case
+class Expected(NamedTuple):
+    """By the recurrence: results and gradients, those of the final state alone, and the cotangents of both."""
 
-    def kernel(x):
-        taken = None if decays is None else decays(x["steps"])
-        return linear_attention(x["q"], x["k"], x["v"], taken, x["initial"], target=target)
-
-    def expected(x):
-        out, state = by_token(**x, starts=starts)
-        return out, state[:, :: x["q"].shape[2] // shared]
-
-    shared = jax.eval_shape(kernel, arguments)[1].shape[1]
-    assert_close(with_gradients(kernel, arguments), with_gradients(expected, arguments), EXACT)
+    whole: Any
+    alone: Any
+    cotangents: Any
 
 
-def test_the_final_state_alone(case):
-    arguments, decays, starts, target = case
-    given = {name: x for name, x in arguments.items() if name != "q"}
+@functools.cache
+def expect(name):
+    arguments, _, starts, _ = draw(*CASES[name])
+    heads = {key: x.shape[1 if key in ("steps", "initial") else 2] for key, x in arguments.items() if x is not None}
+    group = heads.pop("q") // max(heads.values())
+    run = functools.partial(with_gradients, functools.partial(by_token, group=group), arguments)
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(functools.partial(by_token, group=group), arguments, starts)
+    d_out, d_final = (rng.normal(size=x.shape) for x in shapes)
+    whole, alone = (jax.device_get(run((x, d_final), starts)) for x in (d_out, np.zeros_like(d_out)))
+    return Expected(whole, alone, (d_out, d_final))
 
-    def kernel(x):
-        taken = None if decays is None else decays(x["steps"])
-        return final_state(x["k"], x["v"], taken, x["initial"], target=target)
 
-    shared = jax.eval_shape(kernel, given).shape[1]
-    q = jnp.zeros((*arguments["k"].shape[:2], shared, arguments["k"].shape[3]))
-    expected = with_gradients(lambda x: by_token(q, **x, starts=starts)[1], given)
-    assert_close(with_gradients(kernel, given), expected, EXACT)
+@pytest.mark.usefixtures("_short_pieces")
+@runs(RUNS)
+def test_outputs_final_state_and_gradients(name, keeps):
+    case, expected = draw(*CASES[name]), expect(name)
+
+    def kernel(x, decays):
+        taken = with_steps(decays, x["steps"])
+        return linear_attention(x["q"], x["k"], x["v"], taken, x["initial"], target=case.target(keeps))
+
+    assert_close(with_gradients(kernel, case.arguments, expected.cotangents, case.decays), expected.whole, EXACT)
 
 
-@pytest.mark.parametrize("keeps", WAYS, ids=WAYS.values())
-@pytest.mark.parametrize("heads", [2, 4], ids=["grouped heads", "keys of every head"])
+@pytest.mark.usefixtures("_short_pieces")
+@runs(STATE_RUNS)
+def test_the_final_state_alone(name, keeps):
+    case, expected = draw(*CASES[name]), expect(name)
+    (_, final), gradients = expected.alone
+
+    def kernel(x, decays):
+        return final_state(x["k"], x["v"], with_steps(decays, x["steps"]), x["initial"], target=case.target(keeps))
+
+    arguments, gradients = ({key: x for key, x in tree.items() if key != "q"} for tree in (case.arguments, gradients))
+    actual = with_gradients(kernel, arguments, expected.cotangents[1], case.decays)
+    assert_close(actual, (final, gradients), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("heads", "keeps"),
+    [(2, False), (2, True), (4, True)],
+    ids=["grouped heads, composed", "grouped heads, by one kernel", "keys of every head, by one kernel"],
+)
 def test_gradients_of_a_call_that_is_known(keeps, heads):
     """Also of keys that are the values, and added to others."""
     tokens, (q_heads, _, _, *others), (size, _), *rest = CASES["ragged, segments, grouped heads"]
-    arguments, decays, _, target = draw(tokens, (q_heads, heads, heads, *others), (size, size), *rest, keeps)
-    del arguments["v"]
-
-    def call(x):
-        return linear_attention(x["q"], x["k"], x["k"], decays(x["steps"]), x["initial"], target=target)
-
-    out, final = jax.jit(call)(arguments)
-    results, pull_back = jax.vjp(call, arguments)
+    case = draw(tokens, (q_heads, heads, heads, *others), (size, size), *rest)
+    arguments, target = {name: x for name, x in case.arguments.items() if name != "v"}, case.target(keeps)
     rng = np.random.default_rng(1)
-    cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), results)
-    (expected,) = jax.jit(pull_back)(cotangents)
-    given = decays(arguments["steps"])
-    states = None
-    if keeps:
-        k, initial = pieces.pad_sizes(arguments["k"], (3,), 64), pieces.pad_sizes(arguments["initial"], (2, 3))
-        constants = dataclasses.replace(given, steps=None)
-        states = target.decayed_attention(None, k, k, constants, initial, outputs=False, states=True).states
     more = {f"more_d{name}": rng.normal(size=arguments[name].shape) for name in "qk"}
-    gradients = functools.partial(known_gradients, target=target)
-    known, q, k, initial = Known(out, final, states), *(arguments[name] for name in ("q", "k", "initial"))
-    actual = jax.jit(gradients)(q, k, None, given, initial, known, *cotangents, **more)
+    cotangents = rng.normal(size=arguments["q"].shape), rng.normal(size=(BATCH, heads, size, size))
+
+    def call(x, decays):
+        return linear_attention(x["q"], x["k"], x["k"], with_steps(decays, x["steps"]), x["initial"], target=target)
+
+    (out, final), expected = with_gradients(call, arguments, cotangents, case.decays)
+
+    @jax.jit
+    def gradients(arguments, decays, out, final, cotangents, more):
+        q, k, steps, initial = (arguments[name] for name in ("q", "k", "steps", "initial"))
+        states = None
+        if keeps:
+            keys, start = pieces.pad_sizes(k, (3,), 64), pieces.pad_sizes(initial, (2, 3))
+            constants = dataclasses.replace(decays, steps=None)
+            states = target.decayed_attention(None, keys, keys, constants, start, outputs=False, states=True).states
+        given, known = with_steps(decays, steps), Known(out, final, states)
+        return known_gradients(q, k, None, given, initial, known, *cotangents, **more, target=target)
+
+    actual = gradients(arguments, case.decays, out, final, cotangents, more)
     assert_close(actual.q, expected["q"] + more["more_dq"], EXACT)
     assert_close(actual.k, expected["k"] + more["more_dk"], EXACT)
     assert actual.v is None
@@ -172,25 +217,28 @@ def test_gradients_of_a_call_that_is_known(keeps, heads):
 
 
 def test_without_an_initial_state_it_is_zero():
-    arguments, _, _, target = draw(*CASES["two pieces without decay"])
+    arguments, _, _, busy = draw(*CASES["two pieces without decay"])
     q, k, v = (arguments[name] for name in "qkv")
-    given = linear_attention(q, k, v, None, jnp.zeros_like(arguments["initial"]), target=target)
-    assert_close(linear_attention(q, k, v, None, None, target=target), given, EXACT)
+    run = jax.jit(functools.partial(linear_attention, target=ReferenceTarget(busy=busy, keeps=True)))
+    assert_close(run(q, k, v, None, None), run(q, k, v, None, np.zeros_like(arguments["initial"])), EXACT)
 
 
 def test_vmap_joins_the_batch():
-    arguments, decays, _, target = draw(*CASES["ragged, segments, grouped heads"])
-    several = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), {name: arguments[name] for name in "qkv"})
+    case = draw(*CASES["ragged, segments, grouped heads"])
+    scales = np.array([1.0, 0.5, -1.0])[:, None, None, None, None]
+    several = {name: scales * case.arguments[name] for name in "qkv"}
 
-    def loss(x):
-        taken = decays(jnp.asarray(arguments["steps"]))
-        out, final = linear_attention(**x, decays=taken, initial=arguments["initial"], target=target)
+    def loss(x, steps, initial, decays):
+        given = with_steps(decays, steps)
+        out, final = linear_attention(**x, decays=given, initial=initial, target=case.target(keeps=True))
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(final))
 
-    one = jax.jit(jax.value_and_grad(loss))
-    each = [one(jax.tree.map(lambda x, i=i: x[i], several)) for i in range(3)]
-    expected = jax.tree.map(lambda *x: jnp.stack(x), *each)
-    assert_close(jax.jit(jax.vmap(jax.value_and_grad(loss)))(several), expected, EXACT)
+    constants = case.arguments["steps"], case.arguments["initial"], case.decays
+    one = jax.value_and_grad(loss)
+    run = jax.jit(one)
+    each = [run({name: x[i] for name, x in several.items()}, *constants) for i in range(3)]
+    expected = jax.tree.map(lambda *x: np.stack(x), *each)
+    assert_close(jax.jit(jax.vmap(one, (0, None, None, None)))(several, *constants), expected, EXACT)
 
 
 def test_sequences_are_split_only_as_far_as_it_pays():
