@@ -313,7 +313,6 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
             power=link.power,
             overlap=plan.overlap,
         )
-        assert out is not None
         if f"states {number}" in ref:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         rings.release(read, n)

@@ -132,7 +132,7 @@ class Products:
 
 def attend_chunk(
     products: Products,
-    queries: Any | None,
+    queries: Any,
     keys: Any,
     values: Any,
     state: Array,
@@ -142,14 +142,13 @@ def attend_chunk(
     rounded_state: Any = None,
     scaled: Any = None,
     power: int = 1,
-    reverse: bool = False,
     overlap: bool = False,
-) -> tuple[Array | None, Array]:
+) -> tuple[Array, Array]:
     """Decayed linear attention of one chunk: enter (queries X) + P values, and kept X + keys^T (leave values).
 
     Args:
         products: how to multiply.
-        queries: tile [C, D] in shared memory; None for the state only.
+        queries: tile [C, D] in shared memory.
         keys: tile [C, D].
         values: tile [C, columns].
         state: X before the chunk, [D, columns].
@@ -158,11 +157,10 @@ def attend_chunk(
         rounded_state: X in shared memory [D, columns], in the dtype of the tiles.
         scaled: room for leave times values, [C, columns]; None without decays.
         power: exponent of all decays.
-        reverse: M is transposed.
         overlap: products that do not depend on each other run together, which takes more registers.
 
     Returns:
-        Outputs [C, columns], None without queries, and the state after the chunk; float32.
+        Outputs [C, columns], and the state after the chunk; float32.
     """
     dtype, width = values.dtype, state.shape[1]
     if "leave" in vectors:
@@ -173,11 +171,9 @@ def attend_chunk(
     if kept is not None:
         kept = raised(kept, power)
     transposed = keys.transpose((1, 0))
-    if queries is None:
-        return None, products.add(state if kept is None else state * kept, transposed, scaled)
 
     def weighted(scores: Array) -> Array:
-        return masked(scores, vectors, power=power, reverse=reverse).astype(dtype)
+        return masked(scores, vectors, power=power).astype(dtype)
 
     def entering(out: Array) -> Array:
         return out * rows(vectors["enter"], width, power) if "enter" in vectors else out
@@ -200,15 +196,15 @@ def attend_chunk(
     return products.add(out, scores, values), (state if kept is None else state * kept) + added
 
 
-def masked(scores: Array, vectors: dict[str, Any], *, power: int = 1, reverse: bool = False) -> Array:
+def masked(scores: Array, vectors: dict[str, Any], *, power: int = 1) -> Array:
     """M^power * scores, [C, C]; M from `high`, `low` and `run` of the chunk, or causal without them."""
-    return masked_together([scores], vectors, power=power, reverse=reverse)[0]
+    return masked_together([scores], vectors, power=power)[0]
 
 
 def masked_together(
     several: list[Array], vectors: dict[str, Any], *, power: int = 1, reverse: bool = False
 ) -> list[Array]:
-    """`masked` of several arrays, with decays that are computed once."""
+    """`masked` of several arrays, with decays that are computed once; with `reverse` M is transposed."""
     iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (CHUNK, CHUNK), layout=plgpu.Layout.WGMMA)
     seen = iota(0) <= iota(1) if reverse else iota(0) >= iota(1)
     if "high" not in vectors:

@@ -78,7 +78,7 @@ class TestSoftmaxAttention(Agreement, Streaming, Packing, QueryKeyValueErrors):
     )
 
     # Softmax attention has no chunks, decays or shards for the suite to vary.
-    test_any_chunk_size = None
+    test_a_chunk_longer_than_the_sequence = None
     test_token_scan_equals_serial_with_every_gradient = None
     test_chunks_with_every_gradient = None
     test_every_length_to_sixteen = None

@@ -1,1 +1,1 @@
-"""Decayed linear attention: one primitive per platform, and its gradients by three calls of the same primitive."""
+"""Decayed linear attention: one primitive per platform, and its gradients, on Hopper by a kernel of their own."""
