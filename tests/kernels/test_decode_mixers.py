@@ -19,22 +19,19 @@ from tests.tolerances import FORMS, assert_close
 MIXERS = {mixer.__name__: mixer for mixer in (linear_attention, hla2, ahla, hla3)}
 GPU, TPU = (Target(platform, interpret=True) for platform in ("gpu", "tpu"))
 F32 = FORMS[np.dtype(np.float32)]
-CASES = {
-    "a decay a head": {},
-    "shared states": {"decay_heads": 2},
-    "no decay, shared states": {"decay_heads": None},
-}
+CASES = {"a decay a head": {}, "no decay, shared states": {"decay_heads": None}}
+"""Shared states with a decay have gradients below, and values in `test_decode_kernels`."""
 
 
 def draw(length, *, batch=2, heads=4, groups=2, decay_heads=4, size=32, dtype=jnp.float32):
     rng = np.random.default_rng(0)
 
     def tokens(count):
-        return jnp.asarray(rng.normal(size=(batch, length, count, size)) / size**0.5, jnp.float32).astype(dtype)
+        return np.asarray(rng.normal(size=(batch, length, count, size)) / size**0.5, np.float32).astype(dtype)
 
     inputs = {"q": tokens(heads), "k": tokens(groups), "v": tokens(groups)}
     if decay_heads is not None:
-        inputs["log_decay"] = jnp.asarray(-(rng.uniform(size=(batch, length, decay_heads)) ** 3), jnp.float32)
+        inputs["log_decay"] = np.asarray(-(rng.uniform(size=(batch, length, decay_heads)) ** 3), np.float32)
     return inputs
 
 
@@ -71,26 +68,39 @@ def names_of_kernels(function, *arguments):
     return {name for name in MIXERS if f"{name}_decode" in str(jax.make_jaxpr(function)(*arguments))}
 
 
+@functools.cache
+def prefilled(name, case):
+    """Inputs of nine tokens; by the scan output and state after all, and after the first six."""
+    inputs = draw(9, **CASES[case])
+    return inputs, by_xla(name)(inputs), by_xla(name)({key: x[:, :6] for key, x in inputs.items()})
+
+
+@functools.cache
+def state_after(name, tokens, decay_heads=4):
+    return by_xla(name)(draw(tokens, decay_heads=decay_heads))[1]
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("target", [GPU, TPU], ids=["gpu", "tpu"])
 def test_prefill_by_scan_then_decode_by_kernel_equals_one_pass(target, name, case):
-    inputs = draw(9, **CASES[case])
-    expected = by_xla(name)(inputs)
-    out, state = by_xla(name)({key: x[:, :6] for key, x in inputs.items()})
+    inputs, expected, (out, state) = prefilled(name, case)
     token = jax.jit(with_kernels(name, target))
     assert names_of_kernels(token, at(inputs, 6), state) == {name}
     outs = [out]
     for t in range(6, 9):
         out, state = token(at(inputs, t), state)
         outs.append(out)
-    assert_close((jnp.concatenate(outs, axis=1), state), expected, F32)
+    assert_close((np.concatenate(outs, axis=1), state), expected, F32)
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": True, "eps": 5.0}], ids=["plain", "normalised"])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {"normalize": True, "eps": 5.0}) for name in MIXERS), ("hla3", {})],
+    ids=[*(f"{name}, normalised" for name in MIXERS), "hla3, plain"],
+)
 def test_gradients_are_those_of_the_step_by_xla(name, options):
-    inputs, before = at(draw(7, decay_heads=2), 6), by_xla(name)(draw(6, decay_heads=2))[1]
+    inputs, before = at(draw(7, decay_heads=2), 6), state_after(name, 6, 2)
     expected = gradient(by_xla(name, **options))(inputs, before)
     assert_close(gradient(with_kernels(name, TPU, **options))(inputs, before), expected, F32)
 
@@ -123,8 +133,8 @@ def test_vmap_and_a_scan_over_tokens(target):
 @pytest.mark.parametrize("target", [GPU, TPU], ids=["gpu", "tpu"])
 @pytest.mark.parametrize("name", MIXERS)
 def test_padding_leaves_the_state_and_gives_zero(name, target):
-    inputs, before = draw(1), by_xla(name)(draw(5))[1]
-    inputs = {key: x.at[0].set(jnp.nan) for key, x in inputs.items()}
+    inputs, before = draw(1), state_after(name, 5)
+    inputs = {key: np.concatenate([np.full_like(x[:1], np.nan), x[1:]]) for key, x in inputs.items()}
     ids = jnp.array([[0], [1]], jnp.int32)
     out, after = with_kernels(name, target)(inputs, before, segment_ids=ids)
     assert not np.any(out[0])
@@ -134,7 +144,7 @@ def test_padding_leaves_the_state_and_gives_zero(name, target):
 
 
 def test_a_stream_that_was_reset_starts_anew():
-    inputs, before = draw(1), by_xla("hla2")(draw(5))[1]
+    inputs, before = draw(1), state_after("hla2", 5)
     out, after = with_kernels("hla2", TPU)(inputs, before.reset(jnp.array([True, False])))
     fresh = with_kernels("hla2", TPU)(inputs)
     assert_close((out[0], after.C[0]), (fresh[0][0], fresh[1].C[0]), 0.0)
@@ -142,7 +152,7 @@ def test_a_stream_that_was_reset_starts_anew():
 
 def test_shard_map_over_batches():
     mesh = make_mesh(batch=2)
-    inputs, before = draw(1), by_xla("linear_attention")(draw(5))[1]
+    inputs, before = draw(1), state_after("linear_attention", 5)
     function = with_kernels("linear_attention", TPU)
     split = jax.shard_map(function, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"), check_vma=False)
     assert_close(jax.jit(split)(inputs, before), by_xla("linear_attention")(inputs, before), F32)
