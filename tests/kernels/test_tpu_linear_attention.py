@@ -37,8 +37,19 @@ def _run(function, *args, weights=None, **options):
     return jax.jit(functools.partial(function, interpret=True, **options))(*args, weights=weights)
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("name", CASES)
+# Reversed, masks and decays are used the other way round: whatever reads them, or the layout of arrays, once.
+REVERSED = (
+    "mixed decays and segments",
+    "every array with its own number of heads",
+    "padded to two grid steps",
+    "bfloat16",
+)
+RUNS = [(name, reverse) for name in CASES for reverse in ((False, True) if name in REVERSED else (False,))]
+
+
+@pytest.mark.parametrize(
+    ("name", "reverse"), RUNS, ids=lambda x: x if isinstance(x, str) else ("forward", "reverse")[x]
+)
 def test_equals_the_reference(name, reverse):
     a, b, c, decays, initial, weights = _case(name)
     expected = _run(reference.decayed_attention, a, b, c, decays, initial, weights=weights, reverse=reverse)
@@ -78,9 +89,12 @@ def test_no_race_and_no_read_of_what_was_never_written(reverse):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (128, 128), (128, 32), (32, 64)], ids=str)
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_lowers_for_a_tpu(dtype, sizes, reverse):
-    for name in ("every array with its own number of heads", "neither decay nor segments"):
+def test_lowers_for_a_tpu(dtype, sizes):
+    for name, reverse in (
+        ("every array with its own number of heads", False),
+        ("every array with its own number of heads", True),
+        ("neither decay nor segments", False),
+    ):
         case = functools.partial(reference.random_case, **CASES[name])
         case = functools.partial(case, dtype=dtype, key_size=sizes[0], value_size=sizes[1])
         a, b, c, decays, initial, weights = jax.eval_shape(case)
