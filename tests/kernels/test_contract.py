@@ -22,7 +22,6 @@ ABOUT_OTHER_FORMS = (
     "test_serial_is_the_explicit_sum_of_each_packed_document",
     "test_serial_gradients_are_finite_differences",
     "test_token_scan_equals_serial_with_every_gradient",
-    "test_any_chunk_size",
     "test_chunks_with_every_gradient",
     "test_documents_in_arrays_of_their_own_give_the_same_bits",
     "test_a_broken_document_does_not_reach_the_next",
