@@ -1,3 +1,5 @@
+"""The two ways to carry states from chunk to chunk, of which a machine takes one."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
