@@ -1,6 +1,6 @@
 """Checks the mixers over kernels against their float32 scan on the device, and times them forward and backward.
 
-    PYTHONPATH=.:kernels python experiments/kernels_device/mixers.py [--only check|time] [--mixers hla2 ...]
+    PYTHONPATH=.:kernels python experiments/kernels_device/mixers.py [--only check|time] [--mixers M ...] [--lengths T]
 
 An error is the root mean square of the difference over that of the scan, which gets the same numbers in float32.
 Padding holds NaN. Times are device times of chained calls inside one compiled loop, median of 20 runs, over two sets of
@@ -90,12 +90,14 @@ def ratio(actual: Any, expected: Any) -> float:
     return float(np.sqrt(np.mean((actual - expected) ** 2)) / max(size, 1e-30))
 
 
-def check(names: list[str]) -> None:
+def check(names: list[str], lengths: list[int] | None) -> None:
     bad = []
     for name in names:
         cases = [(length, 64, {}) for length in LONG] + [(1000, 128, {}), (127, 32, {"strongest": -80.0})]
         cases += [(length, 64, {}) for length in SHORT] if name == "hla2" else [(65, 64, {})]
         for length, size, given in cases:
+            if lengths and length not in lengths:
+                continue
             title = f"{name} T {length} D {size} {given or ''}"
             start = time.perf_counter()
             try:
@@ -143,10 +145,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("check", "time"))
     parser.add_argument("--mixers", nargs="+", choices=list(MIXERS), default=list(MIXERS))
+    parser.add_argument("--lengths", type=int, nargs="+", help="check sequences of these lengths only")
     chosen = parser.parse_args()
     print(jax.__version__, jax.devices(), flush=True)
     if chosen.only != "time":
-        check(chosen.mixers)
+        check(chosen.mixers, chosen.lengths)
     if chosen.only != "check":
         measure(chosen.mixers)
 

@@ -62,6 +62,10 @@ CONTROLS: dict[str, Layers] = {
     "linear-data": LinearAttentionConfig(heads=H, decay="data"),
     "hla2-no-decay": HLAConfig(heads=H, decay=None),
     "hla2-data": HLAConfig(heads=H, decay="data"),
+    "ahla-no-decay": HLAConfig(heads=H, order="asymmetric", decay=None),
+    "ahla-data": HLAConfig(heads=H, order="asymmetric", decay="data"),
+    "hla3-no-decay": HLAConfig(heads=H, order=3, decay=None),
+    "hla3-data": HLAConfig(heads=H, order=3, decay="data"),
     "mamba2-state-128": Mamba2Config(heads=H),
     "interdomain-gate": InterdomainAttentionConfig(heads=H, gate=True),
 }
