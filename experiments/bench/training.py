@@ -22,6 +22,8 @@ from jaxmix.nn import HLAConfig, SoftmaxAttentionConfig
 LENGTHS = (4096, 16384)
 TOKENS = {"125m": 65536, "1.3b": 32768}
 """Tokens of a batch at every length."""
+WIDTHS = 128
+"""SwiGLU widths are multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +109,20 @@ class TrainingEntry:
 
 
 def training_entries() -> list[TrainingEntry]:
-    """A second-order HLA decoder beside the same decoder with softmax attention, two sizes, two lengths."""
+    """A second-order HLA decoder beside the same decoder with softmax attention, two sizes, two lengths.
+
+    Both have the same number of parameters, up to a step of `WIDTHS`: the SwiGLUs beside HLA are narrower by its gate.
+    """
     found = []
     for scale, tokens in TOKENS.items():
         base = get_preset(f"softmax-{scale}")
         heads = base.layers[0].heads
+        hla = dataclasses.replace(base, layers=(HLAConfig(heads=heads, order=2),) * len(base.layers))
+        extra = (parameter_count(hla) - parameter_count(base)) / (3 * base.d_model * len(base.layers))
+        hla = dataclasses.replace(hla, hidden=base.hidden - WIDTHS * round(extra / WIDTHS))
         for length in LENGTHS:
             softmax = SoftmaxAttentionConfig(heads=heads, capacity=length)
-            for name, mixer in (("hla2", HLAConfig(heads=heads, order=2)), ("softmax", softmax)):
-                config = dataclasses.replace(base, layers=(mixer,) * len(base.layers))
+            softmax = dataclasses.replace(base, layers=(softmax,) * len(base.layers))
+            for name, config in (("hla2", hla), ("softmax", softmax)):
                 found.append(TrainingEntry(f"{name} {scale}", config, tokens // length, length))
     return found

@@ -16,7 +16,7 @@ from jaxmix.bench.gate import Work, WrongResult
 from jaxmix.bench.loop import LoopOptions
 from jaxmix.bench.plots import plot_rows
 from jaxmix.bench.shapes import Shape
-from jaxmix.models import flops_per_token, get_preset
+from jaxmix.models import flops_per_token, get_preset, parameter_count
 
 LOOP = LoopOptions(runs=3)
 TORCH = ("softmax_attention", "linear_attention", "gated_delta_rule")
@@ -48,8 +48,9 @@ def test_training_covers_two_sizes_two_lengths_and_softmax_beside_each():
     for first, second in zip(found[::2], found[1::2], strict=True):
         assert (first.name[:4], second.name[:7]) == ("hla2", "softmax")
         assert first.length == second.length <= second.config.layers[0].capacity
-        same = dataclasses.replace(first.config, layers=second.config.layers)
+        same = dataclasses.replace(first.config, layers=second.config.layers, hidden=second.config.hidden)
         assert same == second.config
+        assert parameter_count(first.config) == pytest.approx(parameter_count(second.config), rel=0.01)
         assert first.batch * first.length in TOKENS.values()
     assert {entry.length for entry in found} == set(LENGTHS)
 
