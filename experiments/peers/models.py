@@ -20,6 +20,8 @@ LAYERS, STEP = 4, 4
 """Layers of every model, and what SwiGLU sizes are multiples of."""
 H = 2
 """Heads, unless the size says otherwise."""
+SHORT = (1.0, 32.0)
+"""Initial time scales of controls, tokens; by default 8 to 1024."""
 
 GDN = GatedDeltaNetConfig(heads=H)
 SOFTMAX = SoftmaxAttentionConfig(heads=H)
@@ -66,6 +68,10 @@ CONTROLS: dict[str, Layers] = {
     "ahla-data": HLAConfig(heads=H, order="asymmetric", decay="data"),
     "hla3-no-decay": HLAConfig(heads=H, order=3, decay=None),
     "hla3-data": HLAConfig(heads=H, order=3, decay="data"),
+    "linear-short": LinearAttentionConfig(heads=H, time_scales=SHORT),
+    "hla2-short": HLAConfig(heads=H, time_scales=SHORT),
+    "ahla-short": HLAConfig(heads=H, order="asymmetric", time_scales=SHORT),
+    "hla3-short": HLAConfig(heads=H, order=3, time_scales=SHORT),
     "mamba2-state-128": Mamba2Config(heads=H),
     "interdomain-gate": InterdomainAttentionConfig(heads=H, gate=True),
 }
