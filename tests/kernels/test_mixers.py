@@ -23,7 +23,7 @@ from tests.mixers import test_hla2, test_hla3, test_linear_attention
 from tests.tolerances import FORMS, assert_close
 
 INTERPRETED = Target("tpu", interpret=True)
-SPLIT = ReferenceTarget(interpret=True, keeps=True)
+SPLIT = ReferenceTarget(interpret=True)
 """The two kernels of a GPU in plain jax.numpy, which devices share like those."""
 SPECS = {
     "linear_attention": test_linear_attention.TestLinearAttention.spec,
