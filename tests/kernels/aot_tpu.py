@@ -37,9 +37,11 @@ Kernels of one token: batch 64, 16 heads, each with a state of its own; a grid s
   XLA hands over arguments and that of the kernel, which fuse into the producers of a larger program.
 - flops: by XLA's cost analysis of the program, with the estimates that the kernels state.
 - bundles: instruction words of the kernel's final schedule, all kernels of the program added: one a cycle, each loop
-  body once. A body is one grid step, here of 1024 tokens of one head. Waiting for memory is not in it.
+  body once. A body is one grid step, here of 1024 tokens of one head, in float32 of 512. Waiting for memory is not in
+  it.
 
-`linear_attention, gradient` is the whole program of a gradient, of which kernels are a part.
+`for gradients`, a chain keeps states and results of links. `linear_attention, gradient` is the whole program of a
+gradient, of which kernels are a part.
 
 It shows that the kernels lower, compile and fit for these chips. No TPU was run: it shows nothing about values on a TPU
 (those are checked in the interpreter, on a CPU), about speed, or about races on the device."""

@@ -157,7 +157,7 @@ def _inside(q: Array, k: Array, v: Array, d_out: Array, state: Array, decays: De
     dq, entering, spans = product(d_out, state, (1, 1)), d_out, None
     if decays.enter is not None:
         dq, entering = decays.enter * dq, (decays.enter * d_out.astype(jnp.float32)).astype(dtype)
-        # In bfloat16 sixteen digits are enough: what the products are made of has eight.
+        # Sixteen bits are enough where what the pairs are made of has eight.
         before = _before(d_weights * scores, parts=2 if dtype == jnp.bfloat16 else 3)
         spans = before + jnp.sum(dq * q.astype(jnp.float32), axis=1, keepdims=True)
     return _Inside(
@@ -172,7 +172,7 @@ def _inside(q: Array, k: Array, v: Array, d_out: Array, state: Array, decays: De
 def _before(pairs: Array, parts: int) -> Array:
     """The sum over s < r of pairs [2 C (t), 2 C (s)], for every r.
 
-    The numbers are cut in parts of eight digits: products of bfloat16, of which a product in float32 takes six.
+    Pairs are cut in parts of eight bits, so that their products are of bfloat16; one of float32 takes six of those.
     """
     is_before, total = _is_before(jnp.bfloat16), jnp.zeros_like(pairs)
     for _ in range(parts):

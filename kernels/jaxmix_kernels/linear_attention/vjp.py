@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays
+from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays, Result
 from jaxmix_kernels.linear_attention.pieces import (
     choose_pieces,
     join_chunks,
@@ -49,14 +49,6 @@ class _Arrays(NamedTuple):
     decays: ChunkDecays | None
     steps: Array | None
     initial: Array
-
-
-class _Walk(NamedTuple):
-    """What a forward pass gives, with `states` before all chunks of B P pieces where they were asked for."""
-
-    out: Array | None
-    final: Array
-    states: Array | None
 
 
 def linear_attention(
@@ -201,8 +193,11 @@ def _attend_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[_Arr
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> _Walk:
-    """The forward pass; without queries, only states of the heads that have one of their own."""
+def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> Result:
+    """The forward pass; without queries, only states of the heads that have one of their own.
+
+    `states` are those of B P pieces.
+    """
     q, k, v, decays, _, initial = arrays
     assert v is not None
     state_heads = _state_heads(k, v, decays, initial)
@@ -214,7 +209,7 @@ def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> _Walk:
     cut = split_decays(decays, plan.pieces)
     result = attend(plan.target, qs, ks, vs, cut, starts, outputs=q is not None, states=states)
     group = heads // state_heads
-    return _Walk(
+    return Result(
         None if result.out is None else join_pieces(result.out, plan.pieces),
         last_piece(result.final, plan.pieces)[:, ::group],
         None if result.states is None else result.states[:, ::group],
