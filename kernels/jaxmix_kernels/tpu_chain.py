@@ -87,15 +87,20 @@ def _kernel(walk: Walk, links: Links, inputs: dict[str, Any], outputs: dict[str,
     tiles = {name: tpu_tiles.tokens(walk, inputs[name]) for name in "qkv"}
     decays = {power: Decays.unpack(walk, inputs[f"rows {power}"]) for power in {link.power for link in links}}
     weights: dict[Any, list[Array]] = {}
-    for i, (link, x) in enumerate(zip(links, carried, strict=True)):
+    results = []
+    for link, state in zip(links, [x[...] for x in carried], strict=True):
         q, k, v, by_tile = tiles["q"], tiles[link.keys], tiles[link.values], decays[link.power]
         shared = link.keys, link.power
         if shared not in weights:
             weights[shared] = tpu_tiles.scores(q, k, by_tile)
-        out, states, x[...] = tpu_tiles.attend(q, k, v, by_tile, x[...], weights[shared])
-        tiles[link.result] = [y.astype(q[0].dtype) for y in out]
+        results.append(tpu_tiles.attend(q, k, v, by_tile, state, weights[shared]))
+        tiles[link.result] = [out.astype(q[0].dtype) for out in results[-1].out]
+    # The compiler moves nothing past what is written or asked: all is computed first, and the last step asked for last.
+    for i, (link, result) in enumerate(zip(links, results, strict=True)):
         if link.result in outputs:
-            tpu_tiles.write(walk, outputs[link.result], out)
+            tpu_tiles.write(walk, outputs[link.result], result.out)
         if f"states {i}" in outputs:
-            tpu_tiles.write_states(walk, outputs[f"states {i}"], states)
+            tpu_tiles.write_each(walk, outputs[f"states {i}"], result.states)
+    for i, (result, x) in enumerate(zip(results, carried, strict=True)):
+        x[...] = result.final
         tpu_tiles.finish(x, outputs[f"final {i}"])

@@ -340,10 +340,10 @@ def write(walk: Walk, x: Any, tiles: list[Array]) -> None:
         x[pl.ds(tile * TILE, TILE)] = values.astype(x.dtype)
 
 
-def write_states(walk: Walk, x: Any, states: list[Array]) -> None:
-    """Writes the states before the tiles in the order of the walk, rounded to the dtype of x."""
-    for tile, state in zip(walk.order, states, strict=True):
-        x[tile] = state.astype(x.dtype)
+def write_each(walk: Walk, x: Any, arrays: list[Array]) -> None:
+    """Writes an array a tile, such as a state, in the order of the walk, rounded to the dtype of x."""
+    for tile, values in zip(walk.order, arrays, strict=True):
+        x[tile] = values.astype(x.dtype)
 
 
 def start(carried: Any, initial: Any) -> None:

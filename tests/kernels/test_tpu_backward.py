@@ -17,7 +17,10 @@ from tests.kernels.targets import OneDevice
 from tests.tolerances import FORMS, assert_close
 
 TOLERANCES = {"float32": FORMS[np.dtype(np.float32)], "bfloat16": backward.BFLOAT16}
-RUNS = [*((name, "float32") for name in backward.CASES), ("mixed decays and segments", "bfloat16")]
+RUNS = [
+    *((name, "float32") for name in backward.CASES),
+    *((name, "bfloat16") for name in ("weak decays and segments", "mixed decays and segments")),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -88,6 +88,6 @@ def _kernel(walk: Walk, inputs: dict[str, Any], outputs: dict[str, Any], carried
     if a is not None:
         tpu_tiles.write(walk, outputs["out"], result.out)
     if outputs["states"] is not None:
-        tpu_tiles.write_states(walk, outputs["states"], result.states)
+        tpu_tiles.write_each(walk, outputs["states"], result.states)
     carried[...] = result.final
     tpu_tiles.finish(carried, outputs["final"])

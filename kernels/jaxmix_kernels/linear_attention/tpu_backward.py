@@ -122,8 +122,8 @@ def _kernel(walk: Walk, inputs: dict[str, Any], outputs: dict[str, Any], carried
     states = [inputs["states"][tile] for tile in walk.order]
     # All that needs no gradient of a state first: it fills the time in which the chain of them waits for itself.
     inside = [_inside(*tile) for tile in zip(q, k, v, d_out, states, decays, strict=True)]
-    dks, dvs, d_state = [], [], carried[...]
-    for tile, keys, values, x, d, found in zip(walk.order, k, v, states, decays, inside, strict=True):
+    dks, dvs, d_steps, d_state = [], [], [], carried[...]
+    for keys, values, x, d, found in zip(k, v, states, decays, inside, strict=True):
         operand = d_state.astype(keys.dtype)
         dk, dv = product(values, operand, (1, 1)), product(keys, operand, (1, 0))
         if d.leave_column is not None:
@@ -132,21 +132,28 @@ def _kernel(walk: Walk, inputs: dict[str, Any], outputs: dict[str, Any], carried
             both = jnp.sum(jnp.sum(d_state * x.astype(jnp.float32), axis=1, keepdims=True), axis=0, keepdims=True)
             leaves = jnp.sum(dk * keys.astype(jnp.float32), axis=1, keepdims=True)
             by_pair = jnp.where(_is_before(bool), leaves, found.spans)
-            outputs["d_steps"][tile] = jnp.sum(by_pair, axis=0, keepdims=True) + both
+            d_steps.append(jnp.sum(by_pair, axis=0, keepdims=True) + both)
         dks.append(found.dk + dk)
         dvs.append(found.dv + dv)
         d_state = found.d_state + d_state
+    results = {"dq": [x.dq for x in inside], "dk": dks}
     if outputs["dv"] is None:
-        dks = [x + y for x, y in zip(dks, dvs, strict=True)]
+        results["dk"] = _add(dks, dvs)
     else:
-        tpu_tiles.write(walk, outputs["dv"], dvs)
-    for name, found in (("dq", [x.dq for x in inside]), ("dk", dks)):
+        results["dv"] = dvs
+    for name in ("dq", "dk"):
         if inputs[f"more_{name}"] is not None:
-            more = tpu_tiles.tokens(walk, inputs[f"more_{name}"])
-            found = [x + y.astype(jnp.float32) for x, y in zip(found, more, strict=True)]
+            results[name] = _add(results[name], tpu_tiles.tokens(walk, inputs[f"more_{name}"]))
+    for name, found in results.items():
         tpu_tiles.write(walk, outputs[name], found)
+    if d_steps:
+        tpu_tiles.write_each(walk, outputs["d_steps"], d_steps)
     carried[...] = d_state
     tpu_tiles.finish(carried, outputs["d_initial"])
+
+
+def _add(x: list[Array], y: list[Array]) -> list[Array]:
+    return [a + b.astype(jnp.float32) for a, b in zip(x, y, strict=True)]
 
 
 def _inside(q: Array, k: Array, v: Array, d_out: Array, state: Array, decays: Decays) -> _Inside:
