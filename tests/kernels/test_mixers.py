@@ -23,8 +23,8 @@ from tests.mixers import test_hla2, test_hla3, test_linear_attention
 from tests.tolerances import FORMS, assert_close
 
 INTERPRETED = Target("tpu", interpret=True)
-SPLIT = ReferenceTarget(interpret=True, keeps=True)
-"""The two kernels of a GPU in plain jax.numpy, which devices share like those."""
+SPLIT = ReferenceTarget(interpret=True)
+"""The two kernels in plain jax.numpy, which devices share like those of a GPU."""
 SPECS = {
     "linear_attention": test_linear_attention.TestLinearAttention.spec,
     "hla2": test_hla2.TestHLA2.spec,

@@ -87,7 +87,7 @@ def decayed_attention(
         tuning: how the work is laid out; None for the default.
 
     Returns:
-        out [B, T, H, E], final [B, H, D, E], states [B, H, N, D, E]; there are no dots.
+        out [B, T, H, E], final [B, H, D, E], states [B, H, N, D, E].
 
     Raises:
         NotImplementedError: the kernel does not take these dtypes or sizes, or outputs are asked for in reverse.
@@ -120,7 +120,7 @@ def decayed_attention(
     starts = results.get("states")
     if starts is not None:
         starts = starts[:, :, :, :key_size]
-    return Result(results.get("out"), results["final"][:, :, :key_size], None, starts)
+    return Result(results.get("out"), results["final"][:, :, :key_size], starts)
 
 
 def _call(
