@@ -284,34 +284,56 @@ class Program:
         """dk and dv, and the pairs of every token with tokens and the state after it."""
         plan, warpgroup = self.plan, _KEYS
         products = Products.named(self.ref, f"scores {warpgroup}")
-        square, wide, narrow = (CHUNK, CHUNK), (CHUNK, plan.key_size), (CHUNK, plan.columns)
+        square = CHUNK, CHUNK
 
         @pl.loop(0, self.count)
         def _(n: Any) -> None:
             tiles = self.rings.take(plan.read(warpgroup), n)
             vectors = {name: tiles[name] for name in plan.vectors}
-            q, k, v, dx, d_out = (Operand.named(tiles, name) for name in ("q", "k", "v", "dx", "d_out"))
+            q, k, v, d_out = (Operand.named(tiles, name) for name in ("q", "k", "v", "d_out"))
             values = {}
             scores, d_weights = products.together((square, k, q.transposed), (square, v, d_out.transposed))
             weights, d_weights = masked_together([scores, d_weights], vectors, reverse=True)
             if vectors:
                 values["falls"] = pair_sums(d_weights * scores)
             weights, d_weights = d_out.like(weights), d_out.like(d_weights)
-            dk = products.new(wide, v, dx.transposed)
-            if vectors:
-                dk = dk * rows(tiles["leave"], plan.key_size)
-                values["leaves"] = jnp.sum(dk * k.load(), axis=1)
-            if "more dk" in tiles:
-                dk += Operand.named(tiles, "more dk").load()
-            values["dk"] = products.add(dk, d_weights, q)
-            dv = products.new(narrow, k, dx)
-            if vectors:
-                dv = dv * rows(tiles["leave"], plan.columns)
-            if plan.same:
-                values["dk"] = products.add(values["dk"] + dv, weights, d_out)
+            if plan.is_wide:
+                # One after the other, which takes fewer registers.
+                dv = self.of_values(products, tiles, weights)
+                if not plan.same:
+                    self.deliver(n, {"dv": dv})
+                dk, leaves = self.of_keys(products, tiles, d_weights)
+                found = {"dk": dk + dv if plan.same else dk}
             else:
-                values["dv"] = products.add(dv, weights, d_out)
+                dk, leaves = self.of_keys(products, tiles, d_weights)
+                dv = self.of_values(products, tiles, weights, dk if plan.same else None)
+                found = {"dk": dv} if plan.same else {"dk": dk, "dv": dv}
+            if leaves is not None:
+                values["leaves"] = leaves
+            values |= found
             self.rings.release(plan.read(warpgroup), n)
             self.deliver(n, values)
 
         plgpu.wait_smem_to_gmem(0)
+
+    def of_keys(self, products: Products, tiles: dict[str, Any], d_weights: Operand) -> tuple[Array, Array | None]:
+        """dk of a chunk, and `leaves` with decays."""
+        wide, leaves = (CHUNK, self.plan.key_size), None
+        q, k, v, dx = (Operand.named(tiles, name) for name in ("q", "k", "v", "dx"))
+        dk = products.new(wide, v, dx.transposed)
+        if "leave" in tiles:
+            dk = dk * rows(tiles["leave"], self.plan.key_size)
+            leaves = jnp.sum(dk * k.load(), axis=1)
+        if "more dk" in tiles:
+            dk += Operand.named(tiles, "more dk").load()
+        return products.add(dk, d_weights, q), leaves
+
+    def of_values(
+        self, products: Products, tiles: dict[str, Any], weights: Operand, total: Array | None = None
+    ) -> Array:
+        """dv of a chunk, which may be added to a total."""
+        k, dx, d_out = (Operand.named(tiles, name) for name in ("k", "dx", "d_out"))
+        dv = products.new((CHUNK, self.plan.columns), k, dx)
+        if "leave" in tiles:
+            dv = dv * rows(tiles["leave"], self.plan.columns)
+        return products.add(dv if total is None else total + dv, weights, d_out)
