@@ -43,7 +43,8 @@ def refuse(arrays: list[Array], key_size: int, value_size: int, dtypes: tuple[st
     """Raises for operands that the kernels do not take."""
     for x in arrays:
         if x.dtype not in dtypes or x.dtype != arrays[0].dtype:
-            raise NotImplementedError(f"this Hopper kernel takes operands of one dtype, {dtypes}, got {x.dtype}")
+            taken = " or ".join(dtypes)
+            raise NotImplementedError(f"this Hopper kernel takes operands of one dtype, {taken}, got {x.dtype}")
     if key_size not in SIZES or value_size not in SIZES:
         raise NotImplementedError(f"the Hopper kernels take sizes {SIZES}, got D = {key_size} and E = {value_size}")
     if arrays[0].shape[1] % CHUNK or not arrays[0].shape[1]:

@@ -79,11 +79,8 @@ class Plan:
 
     def slots(self, group: str) -> int:
         """Chunks that a ring holds."""
-        if self.is_wide and self.key_size > COLUMNS:
-            return 2 if group in ("vectors", "d_out", "v") else 1
-        return 2 if self.is_wide else self._narrow_slots(group)
-
-    def _narrow_slots(self, group: str) -> int:
+        if self.is_wide:
+            return 1 if self.key_size > COLUMNS and group not in ("vectors", "d_out", "v") else 2
         return 3 if self.key_size == COLUMNS and group in self.inputs and group not in ADDED else 2
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
