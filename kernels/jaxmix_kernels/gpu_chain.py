@@ -269,7 +269,7 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
     block_columns = pl.ds(block * plan.columns, plan.columns)
     own = slice(None) if worker.part is None else pl.ds(worker.part * COLUMNS, COLUMNS)
     state_columns = block_columns if worker.part is None else own
-    products = Products(ref.get(f"scores {worker.number}"))
+    products = Products.named(ref, f"scores {worker.number}")
     rounded, dtype = ref[f"state {worker.number}"], ref["q"].dtype
 
     rings = _rings(plan, ref)

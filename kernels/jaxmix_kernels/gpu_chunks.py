@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmix_kernels.decays import CHUNK, SIZES
+from jaxmix_kernels.gpu_operands import Operand
 
 Array = jax.Array
 
@@ -38,11 +39,12 @@ _Tiling: Any = plgpu.TilingTransform
 _Swizzle: Any = plgpu.SwizzleTransform
 
 
-def refuse(arrays: list[Array], key_size: int, value_size: int) -> None:
+def refuse(arrays: list[Array], key_size: int, value_size: int, dtypes: tuple[str, ...] = ("bfloat16",)) -> None:
     """Raises for operands that the kernels do not take."""
     for x in arrays:
-        if x.dtype != jnp.bfloat16:
-            raise NotImplementedError(f"the Hopper kernels take bfloat16 operands, got {x.dtype}")
+        if x.dtype not in dtypes or x.dtype != arrays[0].dtype:
+            taken = " or ".join(dtypes)
+            raise NotImplementedError(f"this Hopper kernel takes operands of one dtype, {taken}, got {x.dtype}")
     if key_size not in SIZES or value_size not in SIZES:
         raise NotImplementedError(f"the Hopper kernels take sizes {SIZES}, got D = {key_size} and E = {value_size}")
     if arrays[0].shape[1] % CHUNK or not arrays[0].shape[1]:
@@ -84,13 +86,22 @@ def group_of_head(head: Any, heads: int, groups: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Matrix products on the tensor cores; `scratch` [C, C] holds left operands where registers cannot."""
+    """Matrix products on the tensor cores; `scratch` [C, C] holds left operands where registers cannot.
 
-    scratch: Any
+    Operands are in shared memory, left ones possibly in registers: single matrices of bfloat16, or `Operand`.
+    """
+
+    scratch: Operand | None
+
+    @classmethod
+    def named(cls, ref: dict[str, Any], name: str) -> "Products":
+        """With the scratch of that name, if there is one."""
+        scratch = Operand.named(ref, name)
+        return cls(scratch if scratch.parts else None)
 
     def new(self, shape: tuple[int, int], left: Any, right: Any) -> Array:
-        """left @ right, float32; operands are in shared memory, `left` possibly in registers."""
-        return self._scoped(shape, self._operand(left), right)
+        """left @ right, float32."""
+        return self._scoped(shape, self._factors(left, right))
 
     def together(self, *factors: tuple[tuple[int, int], Any, Any]) -> list[Array]:
         """`new` of several products, which run side by side on a device: for each its shape, left and right."""
@@ -99,35 +110,48 @@ class Products:
 
         def products(*accumulators: Any) -> list[Array]:
             for accumulator, (_, left, right) in zip(accumulators, factors, strict=True):
-                plgpu.wgmma(accumulator, left, right)
+                _multiply(accumulator, self._factors(left, right))
             plgpu.wgmma_wait(0)
             return [accumulator[...] for accumulator in accumulators]
 
         return pl.run_scoped(products, *(_Accumulator(shape, jnp.float32) for shape, _, _ in factors))
 
-    def add(self, total: Array, left: Any, right: Any) -> Array:
-        """total + left @ right."""
-        left = self._operand(left)
-        if self.scratch is not None:
-            return total + self._scoped(total.shape, left, right)
-        accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, left, right))
+    def add(self, total: Array, left: Any, right: Any, *, carried: bool = False) -> Array:
+        """total + left @ right; `carried` from chunk to chunk, so that rounding gathers.
+
+        The tensor cores cut off what does not fit, always towards zero. In bfloat16 that is far below the rounding of
+        operands. In float32 a sum that is carried is added up outside of them.
+        """
+        factors = self._factors(left, right)
+        if self.scratch is not None or (carried and len(factors) > 1):
+            return total + self._scoped(total.shape, factors)
+        accumulate: Any = pl.run_state(lambda accumulator: _multiply(accumulator, factors))
         return accumulate(_Accumulator.init(total))
 
-    def _operand(self, left: Any) -> Any:
-        if self.scratch is None or not isinstance(left, jax.Array):
-            return left
-        self.scratch[...] = left
-        plgpu.commit_smem()
-        return self.scratch
+    def _factors(self, left: Any, right: Any) -> list[tuple[Any, Any]]:
+        """What is multiplied, the small products first."""
+        lefts, rights = (x.parts if isinstance(x, Operand) else (x,) for x in (left, right))
+        if self.scratch is not None and isinstance(lefts[0], jax.Array):
+            for part, x in zip(self.scratch.parts, lefts, strict=True):
+                part[...] = x
+            plgpu.commit_smem()
+            lefts = self.scratch.parts
+        # Low halves, which come last, first: a sum is rounded at its own size.
+        return [(left, right) for left in reversed(lefts) for right in reversed(rights)]
 
     @staticmethod
-    def _scoped(shape: Any, left: Any, right: Any) -> Array:
+    def _scoped(shape: Any, factors: list[tuple[Any, Any]]) -> Array:
         def product(accumulator: Any) -> Array:
-            plgpu.wgmma(accumulator, left, right)
+            _multiply(accumulator, factors)
             plgpu.wgmma_wait(0)
             return accumulator[...]
 
         return pl.run_scoped(product, _Accumulator(shape, jnp.float32))
+
+
+def _multiply(accumulator: Any, factors: list[tuple[Any, Any]]) -> None:
+    for left, right in factors:
+        plgpu.wgmma(accumulator, left, right)
 
 
 def attend_chunk(

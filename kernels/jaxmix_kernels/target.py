@@ -10,7 +10,7 @@ import jax
 
 from jaxmix_kernels.decays import SIZES, BackwardResult, Result
 
-_DTYPES = {"gpu": ("bfloat16",), "tpu": ("bfloat16", "float32")}
+_DTYPES = {"gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
 _PROGRAMS = {"gpu": 132, "tpu": 1}
 
 

@@ -84,8 +84,8 @@ def test_no_initial_state_is_a_state_of_zeros():
 
 def test_refuses_what_it_cannot_serve():
     a, b, c, decays, initial, _ = _case("weak decays")
-    with pytest.raises(NotImplementedError, match="bfloat16"):
-        decayed_attention(*(x.astype(jnp.float32) for x in (a, b, c)), decays, initial)
+    with pytest.raises(NotImplementedError, match="float16"):
+        decayed_attention(*(x.astype(jnp.float16) for x in (a, b, c)), decays, initial)
     with pytest.raises(NotImplementedError, match="without outputs"):
         decayed_attention(a, b, c, decays, initial, reverse=True)
     with pytest.raises(NotImplementedError, match="sizes"):
