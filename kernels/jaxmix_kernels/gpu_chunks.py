@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmix_kernels.decays import CHUNK, SIZES
+from jaxmix_kernels.decays import CHUNK, SIZES, ChunkDecays
 from jaxmix_kernels.gpu_operands import Operand
 
 Array = jax.Array
@@ -28,9 +28,13 @@ WGMMA_ROWS = 64
 LARGEST_GRID = 2**31 - 1
 """Most programs of one launch."""
 
+VECTORS = ("enter", "leave", "high", "low", "run")
+"""Vectors of a chunk that describe its decays and segments, as `ChunkDecays` has them."""
+
 COPYING_REGISTERS = 24
 """Registers per thread of a warpgroup that only copies."""
 
+_LOG2_E = 1.4426950408889634
 _REGISTERS = 65_536
 _WARPGROUP = 128
 _MOST_REGISTERS = 232
@@ -55,6 +59,16 @@ def layout_of_tiles(width: int, dtype: Any) -> tuple[Any, ...]:
     """How tiles of bfloat16 lie in shared memory; all operands of one product must agree. `width` is the narrowest."""
     swizzle = plgpu.find_swizzle(width * dtype.itemsize * 8)
     return _Tiling((8, swizzle // dtype.itemsize)), _Swizzle(swizzle)
+
+
+def decay_arrays(decays: ChunkDecays, dtype: Any) -> dict[str, Array]:
+    """`VECTORS` and `kept`, as far as a kernel with operands of that dtype reads them.
+
+    `low` is what log decays gain beyond float32. In bfloat16 it is left out: where sums of log decays in a chunk reach
+    thousands, decays are 5e-4 off without it, and operands are by more.
+    """
+    names = [name for name in (*VECTORS, "kept") if name != "low" or dtype != jnp.bfloat16]
+    return {name: getattr(decays, name) for name in names if getattr(decays, name) is not None}
 
 
 def interpreter(interpret: Any) -> Any:
@@ -233,12 +247,16 @@ def masked_together(
     seen = iota(0) <= iota(1) if reverse else iota(0) >= iota(1)
     if "high" not in vectors:
         return [jnp.where(seen, x, 0.0) for x in several]
-    exponents = rows(vectors["high"]) - columns(vectors["high"])
-    exponents = exponents + (rows(vectors["low"]) - columns(vectors["low"]))
-    exponents = exponents * (-float(power) if reverse else float(power))
+    scale = _LOG2_E * (-power if reverse else power)
+    high = vectors["high"]
+    if "low" in vectors:
+        exponents = rows(high) - columns(high) + (rows(vectors["low"]) - columns(vectors["low"]))
+        exponents = exponents * scale
+    else:
+        exponents = rows(high, factor=scale) - columns(high, factor=scale)
     if "run" in vectors:
         seen = seen & (rows(vectors["run"]) == columns(vectors["run"]))
-    decays = jnp.exp(jnp.where(seen, exponents, -jnp.inf))
+    decays = jnp.exp2(jnp.where(seen, exponents, -jnp.inf))
     return [x * decays for x in several]
 
 
@@ -253,10 +271,10 @@ def tile(ref: Any) -> Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
 
 
-def rows(ref: Any, width: int = CHUNK, power: int = 1) -> Array:
-    """A vector [C], to some power, along the rows of a matrix of products [C, width]."""
-    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
-    return lax.broadcast_in_dim(raised(vector, power), (CHUNK, width), [0])
+def rows(ref: Any, width: int = CHUNK, power: int = 1, factor: float | None = None) -> Array:
+    """A vector [C], to some power or times a factor, along the rows of a matrix of products [C, width]."""
+    vector = raised(plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1)), power)
+    return lax.broadcast_in_dim(vector if factor is None else vector * factor, (CHUNK, width), [0])
 
 
 def raised(x: Array, power: int) -> Array:
@@ -264,10 +282,10 @@ def raised(x: Array, power: int) -> Array:
     return x if power == 1 else x * raised(x, power - 1)
 
 
-def columns(ref: Any) -> Array:
-    """A vector [C] along the columns of a matrix of products [C, C].
+def columns(ref: Any, factor: float | None = None) -> Array:
+    """A vector [C], perhaps times a factor, along the columns of a matrix of products [C, C].
 
     A vector is loaded for rows as well. Loads that differ in nothing become one, for which no layout serves both.
     """
     vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])
+    return lax.broadcast_in_dim(vector if factor is None else vector * factor, (CHUNK, CHUNK), [1])

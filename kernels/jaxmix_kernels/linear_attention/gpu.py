@@ -28,6 +28,7 @@ from jaxmix_kernels.gpu_chunks import (
     LARGEST_GRID,
     WGMMA_ROWS,
     Products,
+    decay_arrays,
     group_of_head,
     interpreter,
     layout_of_tiles,
@@ -118,10 +119,10 @@ def decayed_attention(
     for name, x in {"a": a, "b": b, "c": c}.items():
         inputs |= {} if x is None else halve(name, x)
     inputs["initial"] = initial
-    if decays is not None:
+    if decays is not None and outputs:
+        inputs |= decay_arrays(decays, b.dtype)
+    elif decays is not None:
         inputs |= {"leave": decays.enter if reverse else decays.leave, "kept": decays.kept}
-        if outputs:
-            inputs |= {name: getattr(decays, name) for name in ("enter", "high", "low", "run")}
     given = {name: x for name, x in inputs.items() if x is not None}
     results = _call(given, heads, reverse, outputs, states, interpret, tuning or Tuning())
     starts = join(results, "states")[:, :, :, :key_size] if states else None

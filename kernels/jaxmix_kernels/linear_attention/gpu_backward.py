@@ -29,13 +29,15 @@ from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays
 from jaxmix_kernels.gpu_chunks import (
     COLUMNS,
     LARGEST_GRID,
+    VECTORS,
     WGMMA_ROWS,
+    decay_arrays,
     interpreter,
     refuse,
 )
 from jaxmix_kernels.gpu_operands import LOW, halve
 from jaxmix_kernels.linear_attention.gpu import DTYPES
-from jaxmix_kernels.linear_attention.gpu_backward_program import ADDED, VECTORS, WARPGROUPS, Plan, Program, head_axis
+from jaxmix_kernels.linear_attention.gpu_backward_program import ADDED, WARPGROUPS, Plan, Program, head_axis
 
 Array = jax.Array
 
@@ -98,8 +100,7 @@ def decayed_attention_backward(
     for name in ("q", "k", "v", "d_out", "x"):
         given |= halve(name, given[name])
     if decays is not None:
-        names = (*VECTORS, "kept")
-        given |= {name: getattr(decays, name) for name in names if getattr(decays, name) is not None}
+        given |= decay_arrays(decays, q.dtype)
     results = _call(given, same_inside, interpret)
 
     def gathered(name: str) -> Array:

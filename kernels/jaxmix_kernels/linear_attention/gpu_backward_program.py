@@ -28,7 +28,6 @@ from jaxmix_kernels.gpu_rings import Rings
 
 Array = jax.Array
 
-VECTORS = ("enter", "leave", "high", "low", "run")
 ADDED = ("more dq", "more dk")
 """Gradients that are added before results are rounded."""
 WARPGROUPS = 4
