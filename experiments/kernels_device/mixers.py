@@ -1,6 +1,7 @@
 """Checks the mixers over kernels against their float32 scan on the device, and times them forward and backward.
 
     PYTHONPATH=.:kernels python experiments/kernels_device/mixers.py [--only check|time] [--mixers M ...] [--lengths T]
+        [--dtype bfloat16|float32]
 
 An error is the root mean square of the difference over that of the scan, which gets the same numbers in float32. For G
 and h of hla2, which only ever leave S C and S m, it is over those products, since G and h are what cancelling leaves.
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from run import LIMIT, cudnn, device_time, report
+from run import cudnn, device_time, limit_of, report
 
 import jaxmix
 from jaxmix.mixers.hla import HLA2State
@@ -33,14 +34,14 @@ SHORT, LONG = (1, 2, 15, 16, 63, 64, 65, 127), (1000, 4096)
 TIMED = ((8, 4096, 16, 64), (4, 4096, 16, 128))
 
 
-def case(length: int, size: int, seed: int, strongest: float = -0.2) -> dict[str, jax.Array]:
-    """q, k, v of 4 and 2 heads, bfloat16; decays from 0 to `strongest` a token."""
+def case(length: int, size: int, seed: int, narrow: Any, strongest: float = -0.2) -> dict[str, jax.Array]:
+    """q, k, v of 4 and 2 heads, in the dtype `narrow`; decays from 0 to `strongest` a token."""
     keys = jax.random.split(jax.random.key(seed), 5)
     q = jax.random.normal(keys[0], (2, length, 4, size)) / size**0.5
     k, v = (jax.random.normal(key, (2, length, 2, size)) / size**0.5 for key in keys[1:3])
     log_decay = strongest * jax.random.uniform(keys[3], (2, length, 4)) ** 3
     arrays = {"q": q, "k": k, "v": v}
-    return {name: x.astype(jnp.bfloat16) for name, x in arrays.items()} | {"log_decay": log_decay}
+    return {name: x.astype(narrow) for name, x in arrays.items()} | {"log_decay": log_decay}
 
 
 def packed(length: int) -> np.ndarray:
@@ -52,14 +53,14 @@ def packed(length: int) -> np.ndarray:
     return ids
 
 
-def compare(name: str, length: int, size: int, **given: Any) -> dict[str, float]:
+def compare(name: str, length: int, size: int, narrow: Any, **given: Any) -> dict[str, float]:
     """Errors of out, states and all gradients, of a sum with random weights over out and all states."""
-    arrays = case(length, size, seed=length, **given)
+    arrays = case(length, size, length, narrow, **given)
     ids = packed(length) if length >= 16 else None
     if ids is not None:
         hidden = jnp.asarray(ids == 0)
         arrays = {n: jnp.where(hidden.reshape(2, length, *[1] * (x.ndim - 2)), jnp.nan, x) for n, x in arrays.items()}
-    _, before = MIXERS[name](**case(7, size, seed=1))
+    _, before = MIXERS[name](**case(7, size, 1, narrow))
 
     def run(implementation: str, dtype: Any) -> tuple[Any, Any]:
         def loss(arrays: dict[str, jax.Array], state: Any) -> tuple[jax.Array, Any]:
@@ -75,7 +76,7 @@ def compare(name: str, length: int, size: int, **given: Any) -> dict[str, float]
         grads, found = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(wide, before)
         return found, grads
 
-    (out, after), (by_input, by_state) = run("pallas", jnp.bfloat16)
+    (out, after), (by_input, by_state) = run("pallas", narrow)
     (out32, after32), (by_input32, by_state32) = run("scan", jnp.float32)
     errors = {"out": error(out, out32)} | {f"d {n}": error(by_input[n], by_input32[n]) for n in by_input}
     for field, size in beside(after32).items():
@@ -107,8 +108,8 @@ def error(actual: jax.Array, expected: jax.Array, size: jax.Array | None = None)
     return float((size_of(difference) - 1e-30) / size_of(expected if size is None else size))
 
 
-def check(names: list[str], lengths: list[int] | None) -> None:
-    bad = []
+def check(names: list[str], lengths: list[int] | None, narrow: Any) -> None:
+    bad, limit = [], limit_of(jnp.zeros((), narrow))
     for name in names:
         cases = [(length, 64, {}) for length in LONG] + [(1000, 128, {}), (127, 32, {"strongest": -80.0})]
         cases += [(length, 64, {}) for length in SHORT] if name == "hla2" else [(65, 64, {})]
@@ -118,12 +119,12 @@ def check(names: list[str], lengths: list[int] | None) -> None:
             title = f"{name} T {length} D {size} {given or ''}"
             start = time.perf_counter()
             try:
-                good = report(title, compare(name, length, size, **given), start)
+                good = report(title, compare(name, length, size, narrow, **given), start, limit)
             except Exception:
                 good = False
                 print(f"BAD  {title}\n{traceback.format_exc(limit=-4)[-1500:]}", flush=True)
             bad += [] if good else [title]
-    print(f"{len(bad)} bad cases (limit {LIMIT:g}): {bad}", flush=True)
+    print(f"{len(bad)} bad cases (limit {limit:g}): {bad}", flush=True)
 
 
 def both(function: Any) -> Any:
@@ -135,7 +136,7 @@ def both(function: Any) -> Any:
     return jax.grad(loss, argnums=(0, 1, 2, 3))
 
 
-def measure(names: list[str]) -> None:
+def measure(names: list[str], narrow: Any) -> None:
     for batch, length, heads, size in TIMED:
         print((batch, length, heads, size), flush=True)
         sets = []
@@ -143,13 +144,16 @@ def measure(names: list[str]) -> None:
             keys = jax.random.split(jax.random.key(seed), 4)
             q, k, v = (jax.random.normal(x, (batch, length, heads, size)) / size**0.5 for x in keys[:3])
             log_decay = -0.02 * jax.random.uniform(keys[3], (batch, length, heads))
-            sets.append((*(x.astype(jnp.bfloat16) for x in (q, k, v)), log_decay))
+            sets.append((*(x.astype(narrow) for x in (q, k, v)), log_decay))
 
-        functions = {"cuDNN causal attention": cudnn}
+        functions = {"cuDNN causal attention": cudnn} if narrow == jnp.bfloat16 else {}
         for name in names:
             mixer = functools.partial(MIXERS[name], implementation="pallas")
             functions[name] = lambda q, k, v, g, mixer=mixer: mixer(q, k, v, g)[0]
             functions[f"{name}, no decay"] = lambda q, k, v, g, mixer=mixer: mixer(q, k, v)[0]
+            if narrow == jnp.float32:
+                scan = functools.partial(MIXERS[name], implementation="scan")
+                functions[f"{name}, scan"] = lambda q, k, v, g, mixer=scan: mixer(q, k, v, g)[0]
         for name, function in functions.items():
             for what, made in (("forward", function), ("forward and backward", both(function))):
                 try:
@@ -162,13 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("check", "time"))
     parser.add_argument("--mixers", nargs="+", choices=list(MIXERS), default=list(MIXERS))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of q, k and v")
     parser.add_argument("--lengths", type=int, nargs="+", help="check sequences of these lengths only")
     chosen = parser.parse_args()
     print(jax.__version__, jax.devices(), flush=True)
     if chosen.only != "time":
-        check(chosen.mixers, chosen.lengths)
+        check(chosen.mixers, chosen.lengths, jnp.dtype(chosen.dtype))
     if chosen.only != "check":
-        measure(chosen.mixers)
+        measure(chosen.mixers, jnp.dtype(chosen.dtype))
 
 
 if __name__ == "__main__":

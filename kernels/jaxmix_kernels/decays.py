@@ -51,14 +51,12 @@ class Result(NamedTuple):
     Attributes:
         out: outputs [B, T, H, E] in the dtype of the values; None where none were asked for.
         final: state after the last chunk walked, [B, H, D, E], float32.
-        dots: sum of out times weights over E, [B, H, T], float32; None without weights.
-        states: state before every chunk, [B, H, N, D, E], rounded to the dtype of the values, which is how outputs
-            read it; None where none were asked for.
+        states: state before every chunk, [B, H, N, D, E], or as a kernel of gradients reads it, rounded to the dtype
+            of the values, which is how outputs read it; None where none were asked for.
     """
 
     out: Array | None
     final: Array
-    dots: Array | None
     states: Array | None = None
 
 

@@ -29,10 +29,12 @@ from jaxmix_kernels.gpu_chunks import (
     COLUMNS,
     COPYING_REGISTERS,
     LARGEST_GRID,
+    VECTORS,
     WGMMA_ROWS,
     Products,
     attend_chunk,
     computing_registers,
+    decay_arrays,
     group_of_head,
     interpreter,
     layout_of_tiles,
@@ -45,7 +47,6 @@ from jaxmix_kernels.links import Link
 Array = jax.Array
 
 _SLOTS = 2
-_VECTORS = ("enter", "leave", "high", "low", "run")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ def chain_forward(
             raise ValueError(f"every head count must divide that of q, {heads}; got {count}")
     given = {"q": q, "k": k, "v": v}
     if decays is not None:
-        given |= {name: getattr(decays, name) for name in (*_VECTORS, "kept") if getattr(decays, name) is not None}
+        given |= decay_arrays(decays, q.dtype)
     given |= {f"initial {i}": x for i, x in enumerate(initials) if x is not None}
     columns = min(value_size, COLUMNS)
     blocks = value_size // columns
@@ -118,7 +119,7 @@ def chain_forward(
         results |= {f"states {i}": jax.ShapeDtypeStruct((*shape, width), q.dtype) for i, width in enumerate(widths)}
         for link, width in zip(links[:-1], widths, strict=False):
             results[f"result {link.result}"] = jax.ShapeDtypeStruct((*q.shape[:3], width), q.dtype)
-    scratch = plan.scratch([name for name in given if name in _VECTORS], q.dtype)
+    scratch = plan.scratch([name for name in given if name in VECTORS], q.dtype)
     kernel = plgpu.kernel(
         lambda *refs: _program(plan, dict(zip((*given, *results, *scratch), refs, strict=True))),
         out_type=tuple(results.values()),
@@ -247,7 +248,7 @@ def _copy(plan: _Plan, ref: dict[str, Any], batch: Any, head: Any, block: Any) -
     def sources(n: Any) -> dict[str, dict[str, Any]]:
         tokens = pl.ds(n * CHUNK, CHUNK)
         found = {"q": {"q": ref["q"].at[batch, tokens, head]}}
-        for name in _VECTORS:
+        for name in VECTORS:
             if name in ref:
                 source = ref[name].at[batch, n] if name == "run" else ref[name].at[batch, of_head(name, 1), n]
                 found["q"][name] = source
@@ -269,11 +270,11 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
     block_columns = pl.ds(block * plan.columns, plan.columns)
     own = slice(None) if worker.part is None else pl.ds(worker.part * COLUMNS, COLUMNS)
     state_columns = block_columns if worker.part is None else own
-    products = Products(ref.get(f"scores {worker.number}"))
+    products = Products.named(ref, f"scores {worker.number}")
     rounded, dtype = ref[f"state {worker.number}"], ref["q"].dtype
 
     rings = _rings(plan, ref)
-    vectors = tuple(name for name in _VECTORS if name in ref)
+    vectors = tuple(name for name in VECTORS if name in ref)
     read = {group: ("q", *vectors) if group == "q" else (group,) for group in worker.groups}
 
     results = [link.result for link in plan.links[:-1]]

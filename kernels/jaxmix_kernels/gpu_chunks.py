@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmix_kernels.decays import CHUNK, SIZES
+from jaxmix_kernels.decays import CHUNK, SIZES, ChunkDecays
+from jaxmix_kernels.gpu_operands import Operand
 
 Array = jax.Array
 
@@ -27,9 +28,13 @@ WGMMA_ROWS = 64
 LARGEST_GRID = 2**31 - 1
 """Most programs of one launch."""
 
+VECTORS = ("enter", "leave", "high", "low", "run")
+"""Vectors of a chunk that describe its decays and segments, as `ChunkDecays` has them."""
+
 COPYING_REGISTERS = 24
 """Registers per thread of a warpgroup that only copies."""
 
+_LOG2_E = 1.4426950408889634
 _REGISTERS = 65_536
 _WARPGROUP = 128
 _MOST_REGISTERS = 232
@@ -38,11 +43,12 @@ _Tiling: Any = plgpu.TilingTransform
 _Swizzle: Any = plgpu.SwizzleTransform
 
 
-def refuse(arrays: list[Array], key_size: int, value_size: int) -> None:
+def refuse(arrays: list[Array], key_size: int, value_size: int, dtypes: tuple[str, ...] = ("bfloat16",)) -> None:
     """Raises for operands that the kernels do not take."""
     for x in arrays:
-        if x.dtype != jnp.bfloat16:
-            raise NotImplementedError(f"the Hopper kernels take bfloat16 operands, got {x.dtype}")
+        if x.dtype not in dtypes or x.dtype != arrays[0].dtype:
+            taken = " or ".join(dtypes)
+            raise NotImplementedError(f"this Hopper kernel takes operands of one dtype, {taken}, got {x.dtype}")
     if key_size not in SIZES or value_size not in SIZES:
         raise NotImplementedError(f"the Hopper kernels take sizes {SIZES}, got D = {key_size} and E = {value_size}")
     if arrays[0].shape[1] % CHUNK or not arrays[0].shape[1]:
@@ -53,6 +59,16 @@ def layout_of_tiles(width: int, dtype: Any) -> tuple[Any, ...]:
     """How tiles of bfloat16 lie in shared memory; all operands of one product must agree. `width` is the narrowest."""
     swizzle = plgpu.find_swizzle(width * dtype.itemsize * 8)
     return _Tiling((8, swizzle // dtype.itemsize)), _Swizzle(swizzle)
+
+
+def decay_arrays(decays: ChunkDecays, dtype: Any) -> dict[str, Array]:
+    """`VECTORS` and `kept`, as far as a kernel with operands of that dtype reads them.
+
+    `low` is what log decays gain beyond float32. In bfloat16 it is left out: where sums of log decays in a chunk reach
+    thousands, decays are 5e-4 off without it, and operands are by more.
+    """
+    names = [name for name in (*VECTORS, "kept") if name != "low" or dtype != jnp.bfloat16]
+    return {name: getattr(decays, name) for name in names if getattr(decays, name) is not None}
 
 
 def interpreter(interpret: Any) -> Any:
@@ -84,13 +100,22 @@ def group_of_head(head: Any, heads: int, groups: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Matrix products on the tensor cores; `scratch` [C, C] holds left operands where registers cannot."""
+    """Matrix products on the tensor cores; `scratch` [C, C] holds left operands where registers cannot.
 
-    scratch: Any
+    Operands are in shared memory, left ones possibly in registers: single matrices of bfloat16, or `Operand`.
+    """
+
+    scratch: Operand | None
+
+    @classmethod
+    def named(cls, ref: dict[str, Any], name: str) -> "Products":
+        """With the scratch of that name, if there is one."""
+        scratch = Operand.named(ref, name)
+        return cls(scratch if scratch.parts else None)
 
     def new(self, shape: tuple[int, int], left: Any, right: Any) -> Array:
-        """left @ right, float32; operands are in shared memory, `left` possibly in registers."""
-        return self._scoped(shape, self._operand(left), right)
+        """left @ right, float32."""
+        return self._scoped(shape, self._factors(left, right))
 
     def together(self, *factors: tuple[tuple[int, int], Any, Any]) -> list[Array]:
         """`new` of several products, which run side by side on a device: for each its shape, left and right."""
@@ -99,35 +124,48 @@ class Products:
 
         def products(*accumulators: Any) -> list[Array]:
             for accumulator, (_, left, right) in zip(accumulators, factors, strict=True):
-                plgpu.wgmma(accumulator, left, right)
+                _multiply(accumulator, self._factors(left, right))
             plgpu.wgmma_wait(0)
             return [accumulator[...] for accumulator in accumulators]
 
         return pl.run_scoped(products, *(_Accumulator(shape, jnp.float32) for shape, _, _ in factors))
 
-    def add(self, total: Array, left: Any, right: Any) -> Array:
-        """total + left @ right."""
-        left = self._operand(left)
-        if self.scratch is not None:
-            return total + self._scoped(total.shape, left, right)
-        accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, left, right))
+    def add(self, total: Array, left: Any, right: Any, *, carried: bool = False) -> Array:
+        """total + left @ right; `carried` from chunk to chunk, so that rounding gathers.
+
+        The tensor cores cut off what does not fit, always towards zero. In bfloat16 that is far below the rounding of
+        operands. In float32 a sum that is carried is added up outside of them.
+        """
+        factors = self._factors(left, right)
+        if self.scratch is not None or (carried and len(factors) > 1):
+            return total + self._scoped(total.shape, factors)
+        accumulate: Any = pl.run_state(lambda accumulator: _multiply(accumulator, factors))
         return accumulate(_Accumulator.init(total))
 
-    def _operand(self, left: Any) -> Any:
-        if self.scratch is None or not isinstance(left, jax.Array):
-            return left
-        self.scratch[...] = left
-        plgpu.commit_smem()
-        return self.scratch
+    def _factors(self, left: Any, right: Any) -> list[tuple[Any, Any]]:
+        """What is multiplied, the small products first."""
+        lefts, rights = (x.parts if isinstance(x, Operand) else (x,) for x in (left, right))
+        if self.scratch is not None and isinstance(lefts[0], jax.Array):
+            for part, x in zip(self.scratch.parts, lefts, strict=True):
+                part[...] = x
+            plgpu.commit_smem()
+            lefts = self.scratch.parts
+        # Low halves, which come last, first: a sum is rounded at its own size.
+        return [(left, right) for left in reversed(lefts) for right in reversed(rights)]
 
     @staticmethod
-    def _scoped(shape: Any, left: Any, right: Any) -> Array:
+    def _scoped(shape: Any, factors: list[tuple[Any, Any]]) -> Array:
         def product(accumulator: Any) -> Array:
-            plgpu.wgmma(accumulator, left, right)
+            _multiply(accumulator, factors)
             plgpu.wgmma_wait(0)
             return accumulator[...]
 
         return pl.run_scoped(product, _Accumulator(shape, jnp.float32))
+
+
+def _multiply(accumulator: Any, factors: list[tuple[Any, Any]]) -> None:
+    for left, right in factors:
+        plgpu.wgmma(accumulator, left, right)
 
 
 def attend_chunk(
@@ -209,12 +247,16 @@ def masked_together(
     seen = iota(0) <= iota(1) if reverse else iota(0) >= iota(1)
     if "high" not in vectors:
         return [jnp.where(seen, x, 0.0) for x in several]
-    exponents = rows(vectors["high"]) - columns(vectors["high"])
-    exponents = exponents + (rows(vectors["low"]) - columns(vectors["low"]))
-    exponents = exponents * (-float(power) if reverse else float(power))
+    scale = _LOG2_E * (-power if reverse else power)
+    high = vectors["high"]
+    if "low" in vectors:
+        exponents = rows(high) - columns(high) + (rows(vectors["low"]) - columns(vectors["low"]))
+        exponents = exponents * scale
+    else:
+        exponents = rows(high, factor=scale) - columns(high, factor=scale)
     if "run" in vectors:
         seen = seen & (rows(vectors["run"]) == columns(vectors["run"]))
-    decays = jnp.exp(jnp.where(seen, exponents, -jnp.inf))
+    decays = jnp.exp2(jnp.where(seen, exponents, -jnp.inf))
     return [x * decays for x in several]
 
 
@@ -229,10 +271,10 @@ def tile(ref: Any) -> Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
 
 
-def rows(ref: Any, width: int = CHUNK, power: int = 1) -> Array:
-    """A vector [C], to some power, along the rows of a matrix of products [C, width]."""
-    vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
-    return lax.broadcast_in_dim(raised(vector, power), (CHUNK, width), [0])
+def rows(ref: Any, width: int = CHUNK, power: int = 1, factor: float | None = None) -> Array:
+    """A vector [C], to some power or times a factor, along the rows of a matrix of products [C, width]."""
+    vector = raised(plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1)), power)
+    return lax.broadcast_in_dim(vector if factor is None else vector * factor, (CHUNK, width), [0])
 
 
 def raised(x: Array, power: int) -> Array:
@@ -240,10 +282,10 @@ def raised(x: Array, power: int) -> Array:
     return x if power == 1 else x * raised(x, power - 1)
 
 
-def columns(ref: Any) -> Array:
-    """A vector [C] along the columns of a matrix of products [C, C].
+def columns(ref: Any, factor: float | None = None) -> Array:
+    """A vector [C], perhaps times a factor, along the columns of a matrix of products [C, C].
 
     A vector is loaded for rows as well. Loads that differ in nothing become one, for which no layout serves both.
     """
     vector = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [1])
+    return lax.broadcast_in_dim(vector if factor is None else vector * factor, (CHUNK, CHUNK), [1])

@@ -10,7 +10,7 @@ import jax
 
 from jaxmix_kernels.decays import SIZES, BackwardResult, Result
 
-_DTYPES = {"gpu": ("bfloat16",), "tpu": ("bfloat16", "float32")}
+_DTYPES = {"gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
 _PROGRAMS = {"gpu": 132, "tpu": 1}
 
 
@@ -52,34 +52,20 @@ class Target:
         """
         return self.platform == "gpu" or self.interpret
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether one kernel has all gradients, from the states before every chunk, which the forward kernel keeps.
-
-        Elsewhere gradients are composed of the forward kernel, and nothing is kept.
-        """
-        return self.platform == "gpu"
-
-    def decayed_attention(self, *arrays: Any, weights: Any = None, **options: Any) -> Result:
-        """The kernel of the platform; see `jaxmix_kernels.linear_attention`.
-
-        On a GPU it has what a forward pass needs, and refuses what composed gradients need besides: `weights`, and
-        outputs in reverse.
-        """
+    def decayed_attention(self, *arrays: Any, **options: Any) -> Result:
+        """The kernel of the platform; see `jaxmix_kernels.linear_attention`."""
         if self.platform == "gpu":
             from jaxmix_kernels.linear_attention.gpu import decayed_attention
-
-            if weights is not None:
-                raise NotImplementedError("the Hopper kernel does not take weights: it gives no dots")
-            return decayed_attention(*arrays, interpret=self.interpret, **options)
-        from jaxmix_kernels.linear_attention.tpu import decayed_attention
-
-        return decayed_attention(*arrays, weights=weights, interpret=self.interpret, **options)
+        else:
+            from jaxmix_kernels.linear_attention.tpu import decayed_attention
+        return decayed_attention(*arrays, interpret=self.interpret, **options)
 
     def decayed_attention_backward(self, *arrays: Any) -> BackwardResult:
-        """The kernel of all gradients, where the target `keeps_states`."""
-        from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
-
+        """The kernel of all its gradients, from the states that it keeps."""
+        if self.platform == "gpu":
+            from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
+        else:
+            from jaxmix_kernels.linear_attention.tpu_backward import decayed_attention_backward
         return decayed_attention_backward(*arrays, interpret=self.interpret)
 
     def decode(self, *arrays: Any, **options: Any) -> tuple[Any, Any, tuple[Any, ...]]:

@@ -18,8 +18,8 @@ from jaxmix_kernels.decays import CHUNK, SIZES, Array, ChunkDecays
 TILE = 2 * CHUNK
 """Tokens that a kernel works on at a time: two chunks, which fill the 128 lanes of a TPU's registers."""
 
-TILES_PER_STEP = 8
-"""At most so many tiles share a grid step, which costs about as much time as a tile."""
+TILES_PER_STEP = {"bfloat16": 8, "float32": 4}
+"""At most so many tiles share a grid step, which costs about as much time as a tile; more would not fit in VMEM."""
 
 _ROWS = 8
 
@@ -55,20 +55,22 @@ class Walk:
         batch: B.
         heads: H, heads of the output; an array with fewer heads Hx is read at head h // (H / Hx).
         chunks: N, chunks before padding.
-        reverse: last chunk first.
+        dtype: of the operands; steps of float32 have fewer tiles.
+        reverse: last tile first.
         segments: segments begin inside chunks.
     """
 
     batch: int
     heads: int
     chunks: int
+    dtype: Any
     reverse: bool = False
     segments: bool = False
 
     @property
     def steps(self) -> int:
         """Grid steps along the sequence."""
-        return pl.cdiv(self.chunks, 2 * TILES_PER_STEP)
+        return pl.cdiv(self.chunks, 2 * TILES_PER_STEP[str(self.dtype)])
 
     @property
     def per_step(self) -> int:
@@ -99,8 +101,7 @@ class Walk:
         """Decays as a kernel reads them, [B, Hd, N', 8, 2 C] float32, see `Decays.unpack`."""
         if decays is None:
             return None
-        sign, enter, leave = (-1.0, decays.leave, decays.enter) if self.reverse else (1.0, decays.enter, decays.leave)
-        shape = enter.shape
+        shape = decays.enter.shape
         run = jnp.zeros(shape, jnp.int32) if decays.run is None else jnp.broadcast_to(decays.run[:, None], shape)
         kept = jnp.broadcast_to(decays.kept[..., None], shape)
 
@@ -110,12 +111,11 @@ class Walk:
             x = jnp.pad(x.astype(jnp.float32), padding, constant_values=fill)
             return x.reshape(*x.shape[:2], self.tiles, 2, CHUNK)
 
-        high, low, run = pairs(sign * decays.high, 0.0), pairs(sign * decays.low, 0.0), pairs(run, 0.0)
-        enter, leave, kept = pairs(enter, 1.0), pairs(leave, 1.0), pairs(kept, 1.0)
-        first, second = (1, 0) if self.reverse else (0, 1)
-        between = enter.at[..., first, :].set(leave[..., first, :])
-        enter = enter.at[..., second, :].multiply(kept[..., first, :])
-        leave = leave.at[..., first, :].multiply(kept[..., second, :])
+        high, low, run = pairs(decays.high, 0.0), pairs(decays.low, 0.0), pairs(run, 0.0)
+        enter, leave, kept = pairs(decays.enter, 1.0), pairs(decays.leave, 1.0), pairs(kept, 1.0)
+        between = enter.at[..., 0, :].set(leave[..., 0, :])
+        enter = enter.at[..., 1, :].multiply(kept[..., 0, :])
+        leave = leave.at[..., 0, :].multiply(kept[..., 1, :])
         kept = kept * kept[..., ::-1, :]
         rows = jnp.stack([high, low, enter, leave, run, kept, between, jnp.zeros_like(kept)], axis=3)
         rows = rows.reshape(*rows.shape[:4], TILE)
@@ -127,6 +127,10 @@ class Walk:
             return None
         repeats = self.heads // x.shape[1]
         return x, pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, n: (b, _group(h, repeats), 0, 0))
+
+    def states(self, x: Array | jax.ShapeDtypeStruct | None) -> Part:
+        """States before every tile, [B, Hs, N', D, E]."""
+        return None if x is None else (x, self._blocks(x.shape[1], (self.per_step, *x.shape[3:])))
 
     def token_output(self, size: int, dtype: Any) -> Part:
         """Shape and blocks of an output that `join` makes [B, T, H, size]."""
@@ -141,6 +145,11 @@ class Walk:
     def state_output(self, key_size: int, value_size: int) -> Part:
         """Shape and block of final states [B, H, D, E], float32."""
         return self.state(jax.ShapeDtypeStruct((self.batch, self.heads, key_size, value_size), jnp.float32))
+
+    def states_output(self, key_size: int, value_size: int, dtype: Any) -> Part:
+        """Shape and blocks of the states before every tile, [B, H, N', D, E]."""
+        shape = (self.batch, self.heads, self.tiles, key_size, value_size)
+        return self.states(jax.ShapeDtypeStruct(shape, dtype))
 
     def join(self, x: Array | None) -> Any:
         """An output of the kernel without padding, in the layout of the caller."""
@@ -206,12 +215,14 @@ class Decays(NamedTuple):
         mask: decay from token s to token t where t reads s, else 0, [2 C, 2 C] (t, s).
         enter: from the state before the tile to each token, [2 C, 1].
         leave: from each token to the state after the tile, [1, 2 C].
+        leave_column: the same, [2 C, 1].
         kept: from state to state, [1, 1].
     """
 
     mask: Array
     enter: Array | None
     leave: Array | None
+    leave_column: Array | None
     kept: Array | None
 
     @classmethod
@@ -223,27 +234,23 @@ class Decays(NamedTuple):
     def _unpack(cls, walk: Walk, rows: Array | None) -> "Decays":
         """From log decays high and low in each chunk, enter, leave, run in each chunk, kept, between.
 
-        A token of the chunk walked second reads one of the first by two steps, into its chunk and out of the other:
-        `between` holds the former in the second chunk and the latter in the first.
+        A token of the second chunk reads one of the first by two steps, into its chunk and out of the other: `between`
+        holds the former in the second chunk and the latter in the first.
         """
         reader = jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
         read = jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), 1)
-        seen = read >= reader if walk.reverse else read <= reader
+        seen = read <= reader
         if rows is None:
-            return cls(seen.astype(jnp.float32), None, None, None)
+            return cls(seen.astype(jnp.float32), None, None, None, None)
         columns = rows.T
         seen = seen & ((reader < CHUNK) == (read < CHUNK))
         if walk.segments:
             seen = seen & (columns[:, 4:5] == rows[4:5])
         exponents = (columns[:, 0:1] - rows[0:1]) + (columns[:, 1:2] - rows[1:2])
         mask = jnp.exp(jnp.where(seen, exponents, -jnp.inf))
-        upper, lower = mask[:CHUNK], mask[CHUNK:]
-        first = read[:CHUNK] < CHUNK
-        if walk.reverse:
-            upper = jnp.where(first, upper, columns[:CHUNK, 6:7] * rows[6:7])
-        else:
-            lower = jnp.where(first, columns[CHUNK:, 6:7] * rows[6:7], lower)
-        return cls(jnp.concatenate([upper, lower]), columns[:, 2:3], rows[3:4], rows[5:6, 0:1])
+        lower = jnp.where(read[CHUNK:] < CHUNK, columns[CHUNK:, 6:7] * rows[6:7], mask[CHUNK:])
+        mask = jnp.concatenate([mask[:CHUNK], lower])
+        return cls(mask, columns[:, 2:3], rows[3:4], columns[:, 3:4], rows[5:6, 0:1])
 
 
 def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -271,28 +278,46 @@ def scores(a: list[Array], b: list[Array], decays: list[Decays]) -> list[Array]:
     return [(d.mask * product(x, y, (1, 1))).astype(x.dtype) for x, y, d in zip(a, b, decays, strict=True)]
 
 
+class Attended(NamedTuple):
+    """What one attention gives in a grid step.
+
+    Attributes:
+        out: outputs of the tiles, [2 C, E] float32; none where there are no readers.
+        states: the states before the tiles, [D, E] float32.
+        final: the state behind them.
+    """
+
+    out: list[Array]
+    states: list[Array]
+    final: Array
+
+
 def attend(
-    a: list[Array],
+    a: list[Array] | None,
     b: list[Array],
     c: list[Array],
     decays: list[Decays],
     state: Array,
     weights: list[Array] | None = None,
-) -> tuple[list[Array], Array]:
-    """Outputs of the tiles of a grid step, [2 C, E] float32, and the state behind them.
+) -> Attended:
+    """The tiles of a grid step, one after another; without readers `a`, their states alone.
 
     out_t = enter_t (a_t^T X) + sum_s M_ts (a_t . b_s) c_s, then X = kept X + sum_s leave_s b_s c_s^T. What needs no
     state is computed first, for all tiles: it fills the time in which the chain of states waits for itself.
     `weights` are `scores(a, b, decays)` where the caller has them already.
     """
-    weights = scores(a, b, decays) if weights is None else weights
-    inside = [product(x, y, (1, 0)) for x, y in zip(weights, c, strict=True)]
-    outs = []
-    for x, y, added, d in zip(a, inside, outer(b, c, decays), decays, strict=True):
-        carried = product(x, state.astype(x.dtype), (1, 0))
-        outs.append(y + (carried if d.enter is None else d.enter * carried))
-        state = advance(state, added, d)
-    return outs, state
+    inside = []
+    if a is not None:
+        weights = scores(a, b, decays) if weights is None else weights
+        inside = [product(x, y, (1, 0)) for x, y in zip(weights, c, strict=True)]
+    outs, states = [], []
+    for i, (added, d) in enumerate(zip(outer(b, c, decays), decays, strict=True)):
+        states.append(state)
+        if a is not None:
+            carried = product(a[i], state.astype(a[i].dtype), (1, 0))
+            outs.append(inside[i] + (carried if d.enter is None else d.enter * carried))
+        state = added + (state if d.kept is None else d.kept * state)
+    return Attended(outs, states, state)
 
 
 def outer(b: list[Array], c: list[Array], decays: list[Decays]) -> list[Array]:
@@ -302,11 +327,6 @@ def outer(b: list[Array], c: list[Array], decays: list[Decays]) -> list[Array]:
         x = x.T if d.leave is None else (d.leave * x.T.astype(jnp.float32)).astype(x.dtype)
         sums.append(product(x, y, (1, 0)))
     return sums
-
-
-def advance(state: Array, added: Array, decays: Decays) -> Array:
-    """Kept X + added, the state after a tile, [D, E] float32."""
-    return added + (state if decays.kept is None else decays.kept * state)
 
 
 def rounded(x: list[Array], like: list[Array]) -> list[Array]:
@@ -320,10 +340,10 @@ def write(walk: Walk, x: Any, tiles: list[Array]) -> None:
         x[pl.ds(tile * TILE, TILE)] = values.astype(x.dtype)
 
 
-def row_sums(x: Array) -> Array:
-    """Sums over the lanes of [2 C, E], float32, as a row [1, 2 C]."""
-    sums = jnp.sum(x, axis=1, keepdims=True)
-    return jnp.broadcast_to(sums, (TILE, _ROWS)).T[:1]
+def write_each(walk: Walk, x: Any, arrays: list[Array]) -> None:
+    """Writes an array a tile, such as a state, in the order of the walk, rounded to the dtype of x."""
+    for tile, values in zip(walk.order, arrays, strict=True):
+        x[tile] = values.astype(x.dtype)
 
 
 def start(carried: Any, initial: Any) -> None:

@@ -37,9 +37,11 @@ Kernels of one token: batch 64, 16 heads, each with a state of its own; a grid s
   XLA hands over arguments and that of the kernel, which fuse into the producers of a larger program.
 - flops: by XLA's cost analysis of the program, with the estimates that the kernels state.
 - bundles: instruction words of the kernel's final schedule, all kernels of the program added: one a cycle, each loop
-  body once. A body is one grid step, here of 1024 tokens of one head. Waiting for memory is not in it.
+  body once. A body is one grid step, here of 1024 tokens of one head, in float32 of 512. Waiting for memory is not in
+  it.
 
-`linear_attention, gradient` is the whole program of a gradient, of which kernels are a part.
+`for gradients`, a chain keeps states and results of links. `linear_attention, gradient` is the whole program of a
+gradient, of which kernels are a part.
 
 It shows that the kernels lower, compile and fit for these chips. No TPU was run: it shows nothing about values on a TPU
 (those are checked in the interpreter, on a CPU), about speed, or about races on the device."""
@@ -55,7 +57,7 @@ def cases():
     from jaxmix_kernels.decode.steps import OPERATORS
     from jaxmix_kernels.hla2.tpu import hla2_forward
     from jaxmix_kernels.hla3.tpu import hla3_forward
-    from jaxmix_kernels.linear_attention import tpu, vjp
+    from jaxmix_kernels.linear_attention import tpu, tpu_backward, vjp
     from jaxmix_kernels.target import Target
     from tests.kernels import reference
 
@@ -67,20 +69,24 @@ def cases():
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, decays.steps, initial)
 
-    def backward(a, b, c, decays, initial, weights):
-        return tpu.decayed_attention(a, b, c, decays, initial, weights=weights, reverse=True)
-
     for dtype in (jnp.bfloat16, jnp.float32):
         size = 128
         shapes = {"batch": 8, "tokens": 4096, "heads": 16, "key_size": size, "value_size": size, "dtype": dtype}
         shapes |= {"b_heads": 4, "c_heads": 4}
-        *case, weights = jax.eval_shape(functools.partial(reference.random_case, **shapes))
+        *case, d_out = jax.eval_shape(functools.partial(reference.random_case, **shapes))
         *tensors, decays, initial = case
+        chains = {
+            "hla2_forward": (hla2_forward, (*tensors, decays, decays, initial, initial)),
+            "ahla_forward": (ahla_forward, (*tensors, decays, initial, initial)),
+            "hla3_forward": (hla3_forward, (*tensors, decays, decays, initial, initial, initial)),
+        }
         yield "decayed_attention", dtype, size, tpu.decayed_attention, case
-        yield "decayed_attention, reverse", dtype, size, backward, (*case, weights)
-        yield "hla2_forward", dtype, size, hla2_forward, (*tensors, decays, decays, initial, initial)
-        yield "ahla_forward", dtype, size, ahla_forward, (*tensors, decays, initial, initial)
-        yield "hla3_forward", dtype, size, hla3_forward, (*tensors, decays, decays, initial, initial, initial)
+        states = jax.eval_shape(functools.partial(tpu.decayed_attention, states=True), *case).states
+        more = *tensors, d_out, decays, states, initial, d_out, d_out
+        yield "decayed_attention_backward", dtype, size, tpu_backward.decayed_attention_backward, more
+        for name, (function, arguments) in chains.items():
+            yield name, dtype, size, function, arguments
+            yield f"{name}, for gradients", dtype, size, functools.partial(function, keep=True), arguments
         token, decay = jax.ShapeDtypeStruct((64, 16, size), dtype), jax.ShapeDtypeStruct((64, 16), jnp.float32)
         for name, operator in OPERATORS.items():
             options = {"ridge": 0.0, "masked": True} if name == "hla2" else {}

@@ -15,7 +15,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "b_heads": 4,
         "c_heads": 2,
         "decay_heads": 1,
-        "weights_heads": 4,
         "state_heads": 2,
         "tokens": 2 * CHUNK,
     },
@@ -33,7 +32,6 @@ def decayed_attention(
     decays,
     initial,
     *,
-    weights=None,
     reverse=False,
     outputs=True,
     states=False,
@@ -43,7 +41,7 @@ def decayed_attention(
     """Chunk after chunk in the dtype of the inputs, float32 at least and without rounding in between."""
     del interpret
     dtype = jnp.promote_types(c.dtype, jnp.float32)
-    heads = _count_heads([a, b, c, weights], decays, [initial])
+    heads = _count_heads([a, b, c], decays, [initial])
     parts = {"a": None if a is None else _chunks(a, heads, chunk), "b": _chunks(b, heads, chunk)}
     parts |= {"c": _chunks(c, heads, chunk), **_decays_by_head(decays, heads, b, dtype, chunk)}
     if reverse:
@@ -59,13 +57,7 @@ def decayed_attention(
 
     final, (out, before) = jax.lax.scan(step, state, parts, reverse=reverse)
     before = None if before is None else jnp.moveaxis(before, 0, 2).astype(c.dtype)
-    if out is None:
-        return Result(None, final, None, before)
-    out = _join(out)
-    dots = None
-    if weights is not None:
-        dots = jnp.moveaxis(jnp.sum(out * _repeat(weights, heads, 2).astype(dtype), axis=-1), 1, 2)
-    return Result(out.astype(c.dtype), final, dots, before)
+    return Result(None if out is None else _join(out).astype(c.dtype), final, before)
 
 
 def decayed_attention_backward(
@@ -171,14 +163,14 @@ def _product(spec, x, y):
 
 
 class RandomCase(NamedTuple):
-    """Arguments of one call, `decayed_attention(a, b, c, decays, initial, weights=weights)`."""
+    """Arguments of one call, `decayed_attention(a, b, c, decays, initial)`, and the gradient of its outputs."""
 
     a: Any
     b: Any
     c: Any
     decays: ChunkDecays | None
     initial: Any
-    weights: Any
+    d_out: Any
 
 
 def random_case(
@@ -190,7 +182,6 @@ def random_case(
     b_heads=None,
     c_heads=None,
     decay_heads=None,
-    weights_heads=None,
     state_heads=None,
     key_size=32,
     value_size=64,
@@ -211,10 +202,10 @@ def random_case(
         return jnp.asarray(rng.normal(size=(batch, tokens, count or heads, size)) / np.sqrt(size), dtype)
 
     arrays = normal(heads, key_size), normal(b_heads, key_size), normal(c_heads, value_size)
-    weights = normal(weights_heads, value_size)
+    d_out = normal(heads, value_size)
     initial = jnp.asarray(rng.normal(size=(batch, state_heads or heads, key_size, value_size)), gates)
     if decay is None and not segments:
-        return RandomCase(*arrays, None, initial, weights)
+        return RandomCase(*arrays, None, initial, d_out)
     shape = (batch, decay_heads or heads, tokens)
     if decay is None:
         steps = np.zeros(shape)
@@ -224,7 +215,7 @@ def random_case(
     else:
         steps = np.full(shape, float(decay))
     starts = rng.random((batch, tokens)) < 1.5 / chunk if segments else None
-    return RandomCase(*arrays, make_decays(steps, starts, chunk, gates), initial, weights)
+    return RandomCase(*arrays, make_decays(steps, starts, chunk, gates), initial, d_out)
 
 
 def make_decays(steps, starts=None, chunk=CHUNK, dtype=np.float32) -> ChunkDecays:

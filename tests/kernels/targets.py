@@ -1,4 +1,4 @@
-"""Targets for tests: the primitive in plain jax.numpy, in place of a kernel."""
+"""Targets for tests: an interpreter by itself, and the primitive in plain jax.numpy, in place of a kernel."""
 
 import dataclasses
 
@@ -6,16 +6,18 @@ from jaxmix_kernels.target import Target
 from tests.kernels import reference
 
 
+class OneDevice(Target):
+    """An interpreter that looks for races calls back in order, which no compiler splits over devices."""
+
+    splits = False
+
+
 @dataclasses.dataclass(frozen=True)
 class ReferenceTarget(Target):
-    """Runs the reference of the primitive, also in float64, and has no fused kernels; `busy` heads fill it.
-
-    With `keeps` its gradients are those of a GPU, by one kernel, for which there is a reference too.
-    """
+    """Runs the references of the primitive and its gradients, also in float64, unfused; `busy` heads fill it."""
 
     platform: str = "reference"
     busy: int = 1
-    keeps: bool = False
 
     @property
     def dtypes(self):
@@ -24,10 +26,6 @@ class ReferenceTarget(Target):
     @property
     def programs(self):
         return self.busy
-
-    @property
-    def keeps_states(self):
-        return self.keeps
 
     def decayed_attention(self, *arrays, **options):
         return reference.decayed_attention(*arrays, **options)

@@ -14,8 +14,7 @@ from tests.kernels.targets import ReferenceTarget
 from tests.mixers import test_ahla, test_hla2, test_hla3, test_linear_attention
 from tests.mixers.families import NORMALISED, PLAIN
 
-COMPOSED, KEPT = ReferenceTarget(), ReferenceTarget(keeps=True)
-"""With gradients as on a TPU, and as on a GPU."""
+TARGET = ReferenceTarget()
 FEW = (PLAIN, NORMALISED, "grouped heads, own decay")
 ABOUT_OTHER_FORMS = (
     "test_serial_is_the_explicit_sum",
@@ -88,7 +87,7 @@ def is_by_kernels(form):
 class TestLinearAttention(Agreement, Streaming, Packing, Transforms):
     """The mixer that is cheapest to compile keeps all of the contract that kernels have a part in."""
 
-    spec = by_kernel(test_linear_attention.TestLinearAttention.spec, KEPT)
+    spec = by_kernel(test_linear_attention.TestLinearAttention.spec, TARGET)
 
 
 class HigherOrder(Suite):
@@ -105,14 +104,14 @@ class HigherOrder(Suite):
 
 class TestHLA2(HigherOrder):
     own = ("unmasked", "ridge, normalised, shared heads")
-    spec = by_kernel(test_hla2.TestHLA2.spec, KEPT, (*FEW, *own))
+    spec = by_kernel(test_hla2.TestHLA2.spec, TARGET, (*FEW, *own))
     # Squares of decays; the other orders differ in powers only.
     test_strong_decay_stays_finite_and_exact = Agreement.test_strong_decay_stays_finite_and_exact
 
 
 class TestAHLA(HigherOrder):
-    spec = by_kernel(test_ahla.TestAHLA.spec, COMPOSED, FEW)
+    spec = by_kernel(test_ahla.TestAHLA.spec, TARGET, FEW)
 
 
 class TestHLA3(HigherOrder):
-    spec = by_kernel(test_hla3.TestHLA3.spec, COMPOSED, FEW)
+    spec = by_kernel(test_hla3.TestHLA3.spec, TARGET, FEW)

@@ -12,6 +12,7 @@ from jaxmix_kernels.ahla.tpu import ahla_forward
 from jaxmix_kernels.decays import CHUNK
 from jaxmix_kernels.hla2.tpu import hla2_forward
 from jaxmix_kernels.hla3.tpu import hla3_forward
+from jaxmix_kernels.links import AHLA, HLA2, HLA3
 from tests.kernels import reference, tpu_checks
 from tests.tolerances import FORMS, assert_close
 
@@ -19,40 +20,28 @@ from tests.tolerances import FORMS, assert_close
 @pytest.fixture(autouse=True)
 def _short_steps(monkeypatch):
     """Several grid steps for few tokens, so that they are interpreted fast."""
-    monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", 2)
+    monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", {"bfloat16": 2, "float32": 2})
 
 
-def _attend(*args):
-    """Output, kept in float32 at least, and final state."""
-    a, b, c, decays, initial = args
-    result = reference.decayed_attention(a, b, c.astype(jnp.promote_types(c.dtype, jnp.float32)), decays, initial)
-    return result.out, result.final
+KERNELS = {"hla2": (hla2_forward, HLA2), "ahla": (ahla_forward, AHLA), "hla3": (hla3_forward, HLA3)}
 
 
-def hla2_chain(q, k, v, decays, squared, initial_s, initial_f):
-    kt, s = _attend(q, k, k, decays, initial_s)
-    out, f = _attend(q, kt, v, squared, initial_f)
-    return out.astype(v.dtype), s, f
+@functools.partial(jax.jit, static_argnums=0)
+def _chain(links, q, k, v, decays, *others):
+    """Link after link without rounding in between: what the kernel of the chain gives when it keeps all."""
+    by_power = {1: decays}
+    if links[-1].power > 1:
+        by_power[links[-1].power], *others = others
+    known, finals, states = {"k": k, "v": v}, [], []
+    for link, initial in zip(links, others, strict=True):
+        values = known[link.values].astype(jnp.float32)
+        result = reference.decayed_attention(q, known[link.keys], values, by_power[link.power], initial, states=True)
+        known[link.result] = result.out
+        finals.append(result.final)
+        states.append(result.states[:, :, ::2].astype(v.dtype))
+    results = [known[link.result].astype(v.dtype) for link in links]
+    return results[-1], *finals, *states, *results[:-1]
 
-
-def ahla_chain(q, k, v, decays, initial_p, initial_e):
-    vt, p = _attend(q, k, v, decays, initial_p)
-    out, e = _attend(q, k, vt, decays, initial_e)
-    return out.astype(v.dtype), p, e
-
-
-def hla3_chain(q, k, v, decays, cubed, initial_s, initial_p, initial_f):
-    kt, s = _attend(q, k, k, decays, initial_s)
-    vt, p = _attend(q, k, v, decays, initial_p)
-    out, f = _attend(q, kt, vt, cubed, initial_f)
-    return out.astype(v.dtype), s, p, f
-
-
-KERNELS = {
-    "hla2": (hla2_forward, hla2_chain, 2, ("DD", "DE")),
-    "ahla": (ahla_forward, ahla_chain, None, ("DE", "DE")),
-    "hla3": (hla3_forward, hla3_chain, 3, ("DD", "DE", "DE")),
-}
 
 CASES = {
     "mixed decays and segments": {"tokens": 2 * CHUNK, "heads": 2},
@@ -76,34 +65,39 @@ def _power(decays, power):
 
 
 def _arguments(name, **case):
-    power, sizes = KERNELS[name][2:]
+    links = KERNELS[name][1]
     q, k, v, decays, initial, _ = reference.random_case(**case)
     arguments = [q, k, v, decays]
-    if power is not None:
-        arguments.append(None if decays is None else _power(decays, power))
+    if links[-1].power > 1:
+        arguments.append(None if decays is None else _power(decays, links[-1].power))
     if case.get("state_heads", 1) is None:
-        return *arguments, *(None for _ in sizes)
+        return *arguments, *(None for _ in links)
     square = initial[..., : initial.shape[2]] if initial.shape[2] <= initial.shape[3] else initial @ initial.mT
-    return *arguments, *({"DD": square, "DE": initial}[size] for size in sizes)
+    return *arguments, *(square if link.values == "k" else initial for link in links)
+
+
+def _assert_all(name, actual, arguments):
+    """The states of padding behind the last tile are nothing that counts."""
+    links, tiles = KERNELS[name][1], -(-arguments[0].shape[1] // tpu_tiles.TILE)
+    actual = [x[:, :, :tiles] if x.ndim == 5 else x for x in actual]
+    assert_close(actual, list(_chain(links, *arguments)), FORMS[np.dtype(arguments[2].dtype)])
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_equals_the_chain(name, case):
-    kernel, chain = KERNELS[name][:2]
+def test_equals_the_chain_with_what_gradients_need(name, case):
     arguments = _arguments(name, **CASES[case])
-    actual = jax.jit(functools.partial(kernel, interpret=True))(*arguments)
+    actual = jax.jit(functools.partial(KERNELS[name][0], keep=True, interpret=True))(*arguments)
     assert actual[0].dtype == arguments[2].dtype
-    assert_close(actual, jax.jit(chain)(*arguments), FORMS[np.dtype(arguments[2].dtype)])
+    _assert_all(name, actual, arguments)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_race_and_no_read_of_what_was_never_written(name):
-    kernel, chain = KERNELS[name][:2]
     arguments = _arguments(name, batch=1, heads=2, b_heads=1, tokens=5 * CHUNK, key_size=32, value_size=32)
     with tpu_checks.races_forbidden() as interpret:
-        actual = kernel(*arguments, interpret=interpret)
-    assert_close(actual, jax.jit(chain)(*arguments), FORMS[np.dtype(np.float32)])
+        actual = KERNELS[name][0](*arguments, keep=True, interpret=interpret)
+    _assert_all(name, actual, arguments)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
@@ -113,7 +107,8 @@ def test_lowers_for_a_tpu(name, dtype):
         for case in ("keys, values, decays and states shared, bfloat16", "no decay, nothing seen before"):
             sizes = {"dtype": dtype, "key_size": key_size, "value_size": value_size}
             arguments = jax.eval_shape(functools.partial(_arguments, name, **{**CASES[case], **sizes}))
-            tpu_checks.lower(KERNELS[name][0], *arguments)
+            for keep in (False, True):
+                tpu_checks.lower(functools.partial(KERNELS[name][0], keep=keep), *arguments)
 
 
 def test_refuses_what_it_cannot_serve():

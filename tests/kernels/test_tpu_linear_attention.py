@@ -25,7 +25,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _short_steps(monkeypatch):
     """Several grid steps for few tokens, so that they are interpreted fast."""
-    monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", 2)
+    monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", {"bfloat16": 2, "float32": 2})
 
 
 @functools.cache
@@ -33,40 +33,36 @@ def _case(name):
     return reference.random_case(**CASES[name])
 
 
-def _run(function, *args, weights=None, **options):
-    return jax.jit(functools.partial(function, interpret=True, **options))(*args, weights=weights)
+def _run(function, *args, **options):
+    return jax.jit(functools.partial(function, interpret=True, **options))(*args)
 
 
-# Reversed, masks and decays are used the other way round: whatever reads them, or the layout of arrays, once.
-REVERSED = (
-    "mixed decays and segments",
-    "every array with its own number of heads",
-    "padded to two grid steps",
-    "bfloat16",
-)
-RUNS = [(name, reverse) for name in CASES for reverse in ((False, True) if name in REVERSED else (False,))]
+def _expect(*args):
+    """By the reference: outputs, final state and the states before every tile."""
+    result = _run(reference.decayed_attention, *args, states=True)
+    return result._replace(states=result.states[:, :, ::2])
 
 
-@pytest.mark.parametrize(
-    ("name", "reverse"), RUNS, ids=lambda x: x if isinstance(x, str) else ("forward", "reverse")[x]
-)
-def test_equals_the_reference(name, reverse):
-    a, b, c, decays, initial, weights = _case(name)
-    expected = _run(reference.decayed_attention, a, b, c, decays, initial, weights=weights, reverse=reverse)
-    actual = _run(decayed_attention, a, b, c, decays, initial, weights=weights, reverse=reverse)
-    assert actual.out is not None
-    assert actual.out.dtype == c.dtype
-    assert_close(actual, expected, FORMS[np.dtype(c.dtype)])
+def _without_padding(result, tokens):
+    return result._replace(states=result.states[:, :, : -(-tokens // tpu_tiles.TILE)])
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_final_state_alone(reverse):
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name):
+    a, b, c, decays, initial, _ = _case(name)
+    actual = _without_padding(_run(decayed_attention, a, b, c, decays, initial, states=True), c.shape[1])
+    assert actual.out.dtype == actual.states.dtype == c.dtype
+    assert_close(actual, _expect(a, b, c, decays, initial), FORMS[np.dtype(c.dtype)])
+
+
+def test_states_alone():
     a, b, c, decays, initial, _ = _case("mixed decays and segments")
-    whole = _run(decayed_attention, a, b, c, decays, initial, reverse=reverse)
-    alone = _run(decayed_attention, None, b, c, decays, initial, reverse=reverse, outputs=False)
+    whole = _run(decayed_attention, a, b, c, decays, initial)
+    alone = _run(decayed_attention, None, b, c, decays, initial, outputs=False, states=True)
     assert alone.out is None
-    assert whole.dots is None
+    assert whole.states is None
     assert_close(alone.final, whole.final, 1e-6)
+    assert_close(alone.states, _expect(a, b, c, decays, initial).states, FORMS[np.dtype(np.float32)])
 
 
 def test_no_initial_state_is_a_state_of_zeros():
@@ -76,31 +72,27 @@ def test_no_initial_state_is_a_state_of_zeros():
     assert_close(nothing, zeros, 1e-6)
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_no_race_and_no_read_of_what_was_never_written(reverse):
-    a, b, c, decays, initial, weights = reference.random_case(
+def test_no_race_and_no_read_of_what_was_never_written():
+    a, b, c, decays, initial, _ = reference.random_case(
         batch=1, heads=2, b_heads=1, tokens=5 * CHUNK, key_size=32, value_size=32
     )
-    expected = _run(reference.decayed_attention, a, b, c, decays, initial, weights=weights, reverse=reverse)
     with tpu_checks.races_forbidden() as interpret:
-        actual = decayed_attention(a, b, c, decays, initial, weights=weights, reverse=reverse, interpret=interpret)
-    assert_close(actual, expected, FORMS[np.dtype(np.float32)])
+        actual = decayed_attention(a, b, c, decays, initial, states=True, interpret=interpret)
+    actual = _without_padding(actual, 5 * CHUNK)
+    assert_close(actual, _expect(a, b, c, decays, initial), FORMS[np.dtype(np.float32)])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (128, 128), (128, 32), (32, 64)], ids=str)
 def test_lowers_for_a_tpu(dtype, sizes):
-    for name, reverse in (
-        ("every array with its own number of heads", False),
-        ("every array with its own number of heads", True),
-        ("neither decay nor segments", False),
-    ):
+    for name in ("every array with its own number of heads", "neither decay nor segments"):
         case = functools.partial(reference.random_case, **CASES[name])
         case = functools.partial(case, dtype=dtype, key_size=sizes[0], value_size=sizes[1])
-        a, b, c, decays, initial, weights = jax.eval_shape(case)
-        kernel = functools.partial(decayed_attention, reverse=reverse)
-        tpu_checks.lower(kernel, a, b, c, decays, initial, weights=weights)
-        tpu_checks.lower(functools.partial(kernel, outputs=False), None, b, c, decays, None)
+        a, b, c, decays, initial, _ = jax.eval_shape(case)
+        for states in (False, True):
+            kernel = functools.partial(decayed_attention, states=states)
+            tpu_checks.lower(kernel, a, b, c, decays, initial)
+            tpu_checks.lower(functools.partial(kernel, outputs=False), None, b, c, decays, None)
 
 
 def test_refuses_what_it_cannot_serve():

@@ -11,8 +11,8 @@ import pytest
 
 from jaxmix_kernels.decays import ChunkDecays
 from jaxmix_kernels.linear_attention import pieces
-from jaxmix_kernels.linear_attention.pieces import choose_pieces, shorten_sums
-from jaxmix_kernels.linear_attention.vjp import Known, final_state, known_gradients, linear_attention
+from jaxmix_kernels.linear_attention.pieces import choose_pieces
+from jaxmix_kernels.linear_attention.vjp import final_state, known_gradients, linear_attention
 from jaxmix_kernels.target import Target
 from tests.kernels.reference import make_decays
 from tests.kernels.targets import ReferenceTarget
@@ -24,32 +24,20 @@ BATCH, EXACT = 2, 1e-11
 CASES = {
     # tokens; heads of q, k, v, decays, initial; D, E; heads that fill the device; segments; range of log decays
     "one chunk": (64, (2, 2, 2, 2, 2), (4, 5), 1, False, (1e-3, 1.0)),
-    "pieces backward only": (400, (2, 2, 1, 1, 2), (4, 5), 1, True, (1e-3, 1.0)),
     "ragged, segments, grouped heads": (130, (4, 2, 2, 2, 2), (4, 5), 1, True, (1e-3, 1.0)),
     "odd head counts, two sizes": (130, (4, 2, 1, 4, 1), (40, 5), 1, True, (1e-3, 1.0)),
     "four pieces with segments": (1000, (4, 2, 2, 2, 2), (4, 5), 32, True, (1e-3, 0.1)),
     "four pieces, long memory": (1000, (4, 2, 2, 4, 4), (4, 5), 32, False, (1e-4, 1e-2)),
-    "strong decay, pieces forward and more backward": (1000, (4, 1, 4, 2, 2), (4, 5), 16, True, (1e-4, 80.0)),
+    "two pieces, strong decay": (1000, (4, 1, 4, 2, 2), (4, 5), 16, True, (1e-4, 80.0)),
     "two pieces without decay": (300, (2, 1, 1, 0, 1), (4, 5), 8, False, None),
 }
 
-WAYS = {False: "composed", True: "by one kernel"}
-"""How gradients are computed, by whether the target keeps states."""
-SPARED = {
-    ("one chunk", False),
-    ("ragged, segments, grouped heads", False),
-    ("four pieces, long memory", False),
-    ("pieces backward only", True),
-}
-"""What adds nothing to the other cases."""
-RUNS = [(name, keeps) for name in CASES for keeps in WAYS if (name, keeps) not in SPARED]
-STATE_RUNS = [
-    ("odd head counts, two sizes", False),
-    ("odd head counts, two sizes", True),
-    ("strong decay, pieces forward and more backward", False),
-    ("four pieces with segments", True),
-    ("two pieces without decay", False),
-]
+STATE_CASES = (
+    "odd head counts, two sizes",
+    "two pieces, strong decay",
+    "four pieces with segments",
+    "two pieces without decay",
+)
 """Without queries the gradients are those of above, of fewer heads: every layout of heads and of pieces once."""
 
 
@@ -62,11 +50,6 @@ def _float64():
 @pytest.fixture
 def _short_pieces(monkeypatch):
     monkeypatch.setattr(pieces, "SHORTEST_PIECE", 2 * 64)
-    monkeypatch.setattr(pieces, "LONGEST_SUM", 5 * 64)
-
-
-def runs(chosen):
-    return pytest.mark.parametrize(("name", "keeps"), chosen, ids=[f"{name}, {WAYS[keeps]}" for name, keeps in chosen])
 
 
 class Drawn(NamedTuple):
@@ -77,8 +60,9 @@ class Drawn(NamedTuple):
     starts: Any
     busy: int
 
-    def target(self, keeps):
-        return ReferenceTarget(busy=self.busy, keeps=keeps)
+    @property
+    def target(self):
+        return ReferenceTarget(busy=self.busy)
 
 
 def draw(tokens, heads, sizes, busy, segments, decay):
@@ -153,41 +137,37 @@ def expect(name):
 
 
 @pytest.mark.usefixtures("_short_pieces")
-@runs(RUNS)
-def test_outputs_final_state_and_gradients(name, keeps):
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_final_state_and_gradients(name):
     case, expected = draw(*CASES[name]), expect(name)
 
     def kernel(x, decays):
         taken = with_steps(decays, x["steps"])
-        return linear_attention(x["q"], x["k"], x["v"], taken, x["initial"], target=case.target(keeps))
+        return linear_attention(x["q"], x["k"], x["v"], taken, x["initial"], target=case.target)
 
     assert_close(with_gradients(kernel, case.arguments, expected.cotangents, case.decays), expected.whole, EXACT)
 
 
 @pytest.mark.usefixtures("_short_pieces")
-@runs(STATE_RUNS)
-def test_the_final_state_alone(name, keeps):
+@pytest.mark.parametrize("name", STATE_CASES)
+def test_the_final_state_alone(name):
     case, expected = draw(*CASES[name]), expect(name)
     (_, final), gradients = expected.alone
 
     def kernel(x, decays):
-        return final_state(x["k"], x["v"], with_steps(decays, x["steps"]), x["initial"], target=case.target(keeps))
+        return final_state(x["k"], x["v"], with_steps(decays, x["steps"]), x["initial"], target=case.target)
 
     arguments, gradients = ({key: x for key, x in tree.items() if key != "q"} for tree in (case.arguments, gradients))
     actual = with_gradients(kernel, arguments, expected.cotangents[1], case.decays)
     assert_close(actual, (final, gradients), EXACT)
 
 
-@pytest.mark.parametrize(
-    ("heads", "keeps"),
-    [(2, False), (2, True), (4, True)],
-    ids=["grouped heads, composed", "grouped heads, by one kernel", "keys of every head, by one kernel"],
-)
-def test_gradients_of_a_call_that_is_known(keeps, heads):
+@pytest.mark.parametrize("heads", [2, 4], ids=["grouped heads", "keys of every head"])
+def test_gradients_of_a_call_that_is_known(heads):
     """Also of keys that are the values, and added to others."""
     tokens, (q_heads, _, _, *others), (size, _), *rest = CASES["ragged, segments, grouped heads"]
     case = draw(tokens, (q_heads, heads, heads, *others), (size, size), *rest)
-    arguments, target = {name: x for name, x in case.arguments.items() if name != "v"}, case.target(keeps)
+    arguments, target = {name: x for name, x in case.arguments.items() if name != "v"}, case.target
     rng = np.random.default_rng(1)
     more = {f"more_d{name}": rng.normal(size=arguments[name].shape) for name in "qk"}
     cotangents = rng.normal(size=arguments["q"].shape), rng.normal(size=(BATCH, heads, size, size))
@@ -195,20 +175,18 @@ def test_gradients_of_a_call_that_is_known(keeps, heads):
     def call(x, decays):
         return linear_attention(x["q"], x["k"], x["k"], with_steps(decays, x["steps"]), x["initial"], target=target)
 
-    (out, final), expected = with_gradients(call, arguments, cotangents, case.decays)
+    _, expected = with_gradients(call, arguments, cotangents, case.decays)
 
     @jax.jit
-    def gradients(arguments, decays, out, final, cotangents, more):
+    def gradients(arguments, decays, cotangents, more):
         q, k, steps, initial = (arguments[name] for name in ("q", "k", "steps", "initial"))
-        states = None
-        if keeps:
-            keys, start = pieces.pad_sizes(k, (3,), 64), pieces.pad_sizes(initial, (2, 3))
-            constants = dataclasses.replace(decays, steps=None)
-            states = target.decayed_attention(None, keys, keys, constants, start, outputs=False, states=True).states
-        given, known = with_steps(decays, steps), Known(out, final, states)
-        return known_gradients(q, k, None, given, initial, known, *cotangents, **more, target=target)
+        keys, start = pieces.pad_sizes(k, (3,), 64), pieces.pad_sizes(initial, (2, 3))
+        constants = dataclasses.replace(decays, steps=None)
+        states = target.decayed_attention(None, keys, keys, constants, start, outputs=False, states=True).states
+        given = with_steps(decays, steps)
+        return known_gradients(q, k, None, given, initial, states, *cotangents, **more, target=target)
 
-    actual = gradients(arguments, case.decays, out, final, cotangents, more)
+    actual = gradients(arguments, case.decays, cotangents, more)
     assert_close(actual.q, expected["q"] + more["more_dq"], EXACT)
     assert_close(actual.k, expected["k"] + more["more_dk"], EXACT)
     assert actual.v is None
@@ -219,7 +197,7 @@ def test_gradients_of_a_call_that_is_known(keeps, heads):
 def test_without_an_initial_state_it_is_zero():
     arguments, _, _, busy = draw(*CASES["two pieces without decay"])
     q, k, v = (arguments[name] for name in "qkv")
-    run = jax.jit(functools.partial(linear_attention, target=ReferenceTarget(busy=busy, keeps=True)))
+    run = jax.jit(functools.partial(linear_attention, target=ReferenceTarget(busy=busy)))
     assert_close(run(q, k, v, None, None), run(q, k, v, None, np.zeros_like(arguments["initial"])), EXACT)
 
 
@@ -230,7 +208,7 @@ def test_vmap_joins_the_batch():
 
     def loss(x, steps, initial, decays):
         given = with_steps(decays, steps)
-        out, final = linear_attention(**x, decays=given, initial=initial, target=case.target(keeps=True))
+        out, final = linear_attention(**x, decays=given, initial=initial, target=case.target)
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(final))
 
     constants = case.arguments["steps"], case.arguments["initial"], case.decays
@@ -242,18 +220,17 @@ def test_vmap_joins_the_batch():
 
 
 def test_sequences_are_split_only_as_far_as_it_pays():
-    for heads, length, programs, forward, composed in (
-        (1 << 20, 1 << 20, 132, 1, 1024),
-        (67, 1 << 20, 132, 1, 1024),
-        (66, 1 << 20, 132, 2, 1024),
-        (16, 32768, 132, 8, 32),
-        (16, 4096, 132, 4, 4),
-        (1, 1024, 132, 1, 1),
-        (1, 2047, 132, 1, 2),
-        (1, 32768, 1, 1, 32),
+    for heads, length, programs, count in (
+        (1 << 20, 1 << 20, 132, 1),
+        (67, 1 << 20, 132, 1),
+        (66, 1 << 20, 132, 2),
+        (16, 32768, 132, 8),
+        (16, 4096, 132, 4),
+        (1, 1024, 132, 1),
+        (1, 2047, 132, 1),
+        (1, 32768, 1, 1),
     ):
-        assert choose_pieces(heads, length, programs) == forward
-        assert shorten_sums(forward, length) == composed
+        assert choose_pieces(heads, length, programs) == count
 
 
 def test_timed_shapes_are_cut_only_where_heads_and_their_blocks_leave_cores_idle():

@@ -1,8 +1,7 @@
 """Chains of linear attentions with their gradients: forward one kernel, backward the links one after the other.
 
-What one link hands to the next stays on the chip, but the gradients need it. Where the target `keeps_states`, the fused
-kernel of a differentiated call also writes it, and the states of all links. Elsewhere all links but the last are
-computed again, each by a kernel of its own.
+What one link hands to the next stays on the chip, but the gradients need it: the fused kernel of a call that is
+differentiated also writes it, and the states of all links.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import jax
 from jaxmix_kernels.decays import CHUNK, ChunkDecays
 from jaxmix_kernels.linear_attention.partition import spread
 from jaxmix_kernels.linear_attention.pieces import choose_pieces, pad_sizes
-from jaxmix_kernels.linear_attention.vjp import Known, known_gradients, linear_attention
+from jaxmix_kernels.linear_attention.vjp import known_gradients
 from jaxmix_kernels.links import AHLA, HLA2, HLA3, Links
 from jaxmix_kernels.target import Target
 
@@ -58,41 +57,30 @@ def chain(
     Returns:
         out [B, T, H, E] in the dtype of v, and the final states as `linear_attention` gives them.
     """
-    out, known = _fused(links, target, q, k, v, decays, initials)
-    return out, tuple(each.final for each in known)
+    out, finals, _, _ = _fused(links, target, q, k, v, decays, initials)
+    return out, finals
 
 
 def _forward(links: Links, target: Target, *arrays: Any) -> tuple[Any, Any]:
-    out, known = _fused(links, target, *arrays, keep=target.keeps_states)
-    finals = tuple(each.final for each in known)
-    return (out, finals), (arrays, known if target.keeps_states else known[-1:])
+    out, finals, states, results = _fused(links, target, *arrays, keep=True)
+    return (out, finals), (arrays, states, results)
 
 
 def _backward(links: Links, target: Target, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (q, k, v, decays, initials), known = residuals
+    (q, k, v, decays, initials), states, results = residuals
     d_out, d_finals = cotangents
-    values = {"k": k, "v": v}
-    if len(known) == len(links):
-        values |= {link.result: each.out for link, each in zip(links, known, strict=True)}
-    else:
-        computed = []
-        for link, initial in zip(links[:-1], initials, strict=False):
-            arguments = q, values[link.keys], values[link.values], decays[link.power], initial
-            out, final = linear_attention(*arguments, target=target)
-            values[link.result] = out
-            computed.append(Known(out, final, None))
-        known = (*computed, *known)
+    values = {"k": k, "v": v} | results
     found: dict[str, Any] = {"q": None, links[-1].result: d_out}
     d_steps: dict[int, Any] = {}
     d_initials = []
-    for link, initial, each, d_final in reversed(list(zip(links, initials, known, d_finals, strict=True))):
+    for link, initial, kept, d_final in reversed(list(zip(links, initials, states, d_finals, strict=True))):
         result = known_gradients(
             q,
             values[link.keys],
             None if link.keys == link.values else values[link.values],
             decays[link.power],
             initial,
-            each,
+            kept,
             found.pop(link.result),
             d_final,
             more_dq=found["q"],
@@ -126,8 +114,8 @@ def _fused(
     initials: tuple[Array, ...],
     *,
     keep: bool = False,
-) -> tuple[Array, tuple[Known, ...]]:
-    """The result of the last link, and of all links the final states, with `keep` also what gradients need."""
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...], dict[str, Array]]:
+    """The result of the last link, the final states of all; with `keep` their states, and the other results."""
     length, heads, sizes = q.shape[1], q.shape[2], {"k": k.shape[3], "v": v.shape[3]}
     counts = {"k": k.shape[2], "v": v.shape[2]}
     kernel = _kernel(links, target)
@@ -137,17 +125,15 @@ def _fused(
     given = [x for power, x in sorted(decays.items()) if power == 1 or target.platform == "tpu"]
     given = [None if x is None else dataclasses.replace(x, steps=None) for x in given]
     starts = [pad_sizes(x, (2, 3)) for x in initials]
-    options = {"keep": True} if keep else {}
 
     def run(*arrays: Any) -> tuple[Array, ...]:
-        return kernel(*arrays, interpret=target.interpret, **options)
+        return kernel(*arrays, interpret=target.interpret, keep=keep)
 
     count = len(links)
     axes = (2,) * 3 + (1,) * (len(given) + count)
     results = (2,) + (1,) * count + ((1,) * count + (2,) * (count - 1) if keep else ())
     out, *rest = spread(run, (*padded, *given, *starts), axes, results, splits=target.splits)
     finals, states, outs = rest[:count], rest[count : 2 * count], rest[2 * count :]
-    known = []
     for i, (link, initial) in enumerate(zip(links, initials, strict=True)):
         sizes[link.result], counts[link.result] = sizes[link.values], heads
         decayed = decays[link.power]
@@ -155,10 +141,11 @@ def _fused(
             counts[link.keys], counts[link.values], initial.shape[1], 1 if decayed is None else decayed.kept.shape[1]
         )
         group = heads // kept
-        result = outs[i][:, :length, :, : sizes[link.values]] if i < len(outs) else None
-        final = finals[i][:, ::group, : sizes["k"], : sizes[link.values]]
-        known.append(Known(result, final, states[i][:, ::group] if keep else None))
-    return out[:, :length, :, : sizes["v"]], tuple(known)
+        finals[i] = finals[i][:, ::group, : sizes["k"], : sizes[link.values]]
+        if keep:
+            states[i] = states[i][:, ::group]
+    kept = {link.result: x[:, :length, :, : sizes[link.result]] for link, x in zip(links, outs, strict=False)}
+    return out[:, :length, :, : sizes["v"]], tuple(finals), tuple(states), kept
 
 
 def _kernel(links: Links, target: Target) -> Callable[..., tuple[Array, ...]] | None:

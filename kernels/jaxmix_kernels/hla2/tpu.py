@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxmix_kernels.decays import Array, ChunkDecays
-from jaxmix_kernels.tpu_forward import States, Tiles, forward
-from jaxmix_kernels.tpu_tiles import TILE, Decays, attend, rounded
+from jaxmix_kernels.links import HLA2 as LINKS
+from jaxmix_kernels.tpu_chain import chain_forward
 
 
 def hla2_forward(
@@ -16,8 +16,9 @@ def hla2_forward(
     initial_s: Array | None,
     initial_f: Array | None,
     *,
+    keep: bool = False,
     interpret: Any = False,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """LA(q, kt, v; a^2) with kt = LA(q, k, k; a), which is rounded to the dtype of k as an operand.
 
     Args:
@@ -28,32 +29,17 @@ def hla2_forward(
         squared: those of a^2.
         initial_s: S = sum c(s, T) k_s k_s^T before the first token, [B, Hs, D, D], float32; None for zeros.
         initial_f: F = sum c(s, T)^2 kt_s v_s^T likewise, [B, Hf, D, E].
+        keep: asks for what the gradients need as well.
         interpret: as of `pl.pallas_call`.
 
     Returns:
-        out [B, T, H, E] in the dtype of v, and the final S [B, H, D, D] and F [B, H, D, E], float32.
+        out [B, T, H, E] in the dtype of v, and the final S [B, H, D, D] and F [B, H, D, E], float32; with `keep`
+        states and results for the gradients, as of `chain_forward`.
 
     Raises:
         NotImplementedError: for dtypes, head sizes or lengths without a kernel.
     """
-    d, e = q.shape[3], v.shape[3]
-    out, (s, f) = forward(
-        "hla2",
-        _step,
-        q,
-        k,
-        v,
-        (decays, squared),
-        (initial_s, initial_f),
-        ((d, d), (d, e)),
-        products=2 * TILE * d * (TILE + d) + TILE * TILE * (d + e) + 2 * TILE * d * e,
-        interpret=interpret,
+    out, finals, kept = chain_forward(
+        "hla2", LINKS, q, k, v, {1: decays, 2: squared}, (initial_s, initial_f), keep=keep, interpret=interpret
     )
-    return out, s, f
-
-
-def _step(q: Tiles, k: Tiles, v: Tiles, decays: list[list[Decays]], states: States) -> tuple[Tiles, States]:
-    (once, twice), (s, f) = decays, states
-    kt, s = attend(q, k, k, once, s)
-    out, f = attend(q, rounded(kt, k), v, twice, f)
-    return out, (s, f)
+    return out, *finals, *kept

@@ -7,9 +7,9 @@ queries and keys; that is cheaper than sharing them. For a chunk, with rows t an
     out = enter * (a X) + P c,   P = M * (a b^T)
     X   = kept X + b^T (leave * c)
 
-Operands are bfloat16, every sum is float32. The interpreter of Mosaic GPU takes the left operand of a product from
-shared memory only, and accumulators one at a time, from zero. `Products` follows it there; on a device P stays in
-registers and products accumulate in place.
+Operands are bfloat16, or float32 in two halves (`gpu_operands`); every sum is float32. The interpreter of Mosaic GPU
+takes the left operand of a product from shared memory only, and accumulators one at a time, from zero. `Products`
+follows it there; on a device P stays in registers and products accumulate in place.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from jaxmix_kernels.gpu_chunks import (
     LARGEST_GRID,
     WGMMA_ROWS,
     Products,
+    decay_arrays,
     group_of_head,
     interpreter,
     layout_of_tiles,
@@ -35,10 +36,13 @@ from jaxmix_kernels.gpu_chunks import (
     refuse,
     rows,
     split_index,
-    tile,
 )
+from jaxmix_kernels.gpu_operands import LOW, Operand, halve, halves, join, parts
 
 Array = jax.Array
+
+DTYPES = ("bfloat16", "float32")
+"""Of the operands."""
 
 _SLOTS = 2
 
@@ -75,7 +79,8 @@ def decayed_attention(
     largest of them; head h reads head h // (H / Hx).
 
     Args:
-        a: queries [B, T, Ha, D], bfloat16; T is a multiple of `CHUNK`. Not read without outputs, and may be None then.
+        a: queries [B, T, Ha, D], bfloat16 or float32, as b and c are; T is a multiple of `CHUNK`. Not read without
+            outputs, and may be None then.
         b: keys [B, T, Hb, D].
         c: values [B, T, Hc, E].
         decays: decays and segments, of Hd heads; None for neither.
@@ -87,7 +92,7 @@ def decayed_attention(
         tuning: how the work is laid out; None for the default.
 
     Returns:
-        out [B, T, H, E], final [B, H, D, E], states [B, H, N, D, E]; there are no dots.
+        out [B, T, H, E], final [B, H, D, E], states [B, H, N, D, E].
 
     Raises:
         NotImplementedError: the kernel does not take these dtypes or sizes, or outputs are asked for in reverse.
@@ -97,7 +102,7 @@ def decayed_attention(
         raise NotImplementedError("the Hopper kernel walks in reverse without outputs only")
     arrays = [x for x in (a, b, c) if x is not None]
     key_size, value_size = b.shape[3], c.shape[3]
-    refuse(arrays, key_size, value_size)
+    refuse(arrays, key_size, value_size, DTYPES)
     heads = max(x.shape[2] for x in arrays)
     heads = max(heads, 1 if decays is None else decays.enter.shape[1], 1 if initial is None else initial.shape[1])
     for x, axis in [(x, 2) for x in arrays] + ([] if initial is None else [(initial, 1)]):
@@ -110,17 +115,18 @@ def decayed_attention(
         a = None if a is None else jnp.pad(a, [(0, 0)] * 3 + [(0, padding)])
         b = jnp.pad(b, [(0, 0)] * 3 + [(0, padding)])
         initial = None if initial is None else jnp.pad(initial, [(0, 0)] * 2 + [(0, padding), (0, 0)])
-    inputs: dict[str, Array | None] = {"a": a, "b": b, "c": c, "initial": initial}
-    if decays is not None:
+    inputs: dict[str, Array | None] = {}
+    for name, x in {"a": a, "b": b, "c": c}.items():
+        inputs |= {} if x is None else halve(name, x)
+    inputs["initial"] = initial
+    if decays is not None and outputs:
+        inputs |= decay_arrays(decays, b.dtype)
+    elif decays is not None:
         inputs |= {"leave": decays.enter if reverse else decays.leave, "kept": decays.kept}
-        if outputs:
-            inputs |= {name: getattr(decays, name) for name in ("enter", "high", "low", "run")}
     given = {name: x for name, x in inputs.items() if x is not None}
     results = _call(given, heads, reverse, outputs, states, interpret, tuning or Tuning())
-    starts = results.get("states")
-    if starts is not None:
-        starts = starts[:, :, :, :key_size]
-    return Result(results.get("out"), results["final"][:, :, :key_size], None, starts)
+    starts = join(results, "states")[:, :, :, :key_size] if states else None
+    return Result(results.get("out"), results["final"][:, :, :key_size], starts)
 
 
 def _call(
@@ -135,10 +141,13 @@ def _call(
     if programs > LARGEST_GRID:
         raise NotImplementedError(f"B * H * E / {columns} must be at most {LARGEST_GRID}, got {programs}")
     results = {"final": jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32)}
+    is_wide = "c" + LOW in given
     if outputs:
-        results["out"] = jax.ShapeDtypeStruct((batch, tokens, heads, value_size), dtype)
+        out_dtype = jnp.float32 if is_wide else dtype
+        results["out"] = jax.ShapeDtypeStruct((batch, tokens, heads, value_size), out_dtype)
     if states:
-        results["states"] = jax.ShapeDtypeStruct((batch, heads, count, key_size, value_size), dtype)
+        shape = jax.ShapeDtypeStruct((batch, heads, count, key_size, value_size), dtype)
+        results |= dict.fromkeys(halves("states", is_wide), shape)
     transforms = layout_of_tiles(min(key_size, columns), dtype)
 
     def shared(rows: int, width: int) -> Any:
@@ -146,13 +155,14 @@ def _call(
 
     scratch = {}
     if outputs or states:
-        scratch["state"] = shared(key_size, columns)
+        scratch |= {half: shared(key_size, columns) for half in halves("state", is_wide)}
     if "leave" in given:
-        scratch["scaled"] = shared(CHUNK, columns)
-    if outputs:
+        scratch |= {half: shared(CHUNK, columns) for half in halves("scaled", is_wide)}
+    # In float32 there is no room for it at D = 128: outputs go from registers to global memory.
+    if outputs and not is_wide:
         scratch["out_tile"] = plgpu.SMEM((_SLOTS, CHUNK, columns), dtype, transforms=transforms)
     if interpret:
-        scratch["scores"] = shared(CHUNK, CHUNK)
+        scratch |= {half: shared(CHUNK, CHUNK) for half in halves("scores", is_wide)}
     body = functools.partial(
         _program,
         names=(*given, *results, *scratch),
@@ -187,10 +197,11 @@ def _program(
     """One head and one block of columns, all chunks."""
     ref = dict(zip(names, refs, strict=True))
     batch, head, block = split_index(lax.axis_index("program"), heads, ref["final"].shape[3] // columns)
-    key_size, dtype = ref["b"].shape[3], ref["c"].dtype
+    key_size = ref["b"].shape[3]
     count = ref["c"].shape[1] // CHUNK
     block_columns = pl.ds(block * columns, columns)
-    products = Products(ref.get("scores"))
+    products = Products.named(ref, "scores")
+    rounded, staged = Operand.named(ref, "state"), "out_tile" in ref
 
     def of_head(name: str, axis: int) -> Any:
         return group_of_head(head, heads, ref[name].shape[axis])
@@ -202,10 +213,10 @@ def _program(
     keys, values = block_spec((CHUNK, key_size)), block_spec((CHUNK, columns))
     vector = plgpu.BlockSpec((None, CHUNK), lambda n: (chunk_index(n), 0))
     sources: dict[str, tuple[Any, Any]] = {}
-    for name in ("a", "b"):
-        if name in ref:
-            sources[name] = keys, ref[name].at[batch, :, of_head(name, 2)]
-    sources["c"] = values, ref["c"].at[batch, :, of_head("c", 2), block_columns]
+    for name in parts(ref, "a", "b"):
+        sources[name] = keys, ref[name].at[batch, :, of_head(name, 2)]
+    for name in parts(ref, "c"):
+        sources[name] = values, ref[name].at[batch, :, of_head("c", 2), block_columns]
     for name in ("enter", "leave", "high", "low"):
         if name in ref:
             sources[name] = vector, ref[name].at[batch, of_head(name, 1)]
@@ -214,36 +225,41 @@ def _program(
 
     def step(indices: tuple[Any, ...], *tiles: Any) -> Array:
         chunk, state = dict(zip(sources, tiles[:-1], strict=True)), tiles[-1]
+        a, b, c = (Operand.named(chunk, name) for name in "abc")
         n = chunk_index(indices[0])
         kept = ref["kept"][batch, of_head("kept", 1), n] if "kept" in ref else None
-        if "states" in ref:
-            plgpu.copy_smem_to_gmem(ref["state"], ref["states"].at[batch, head, n, :, block_columns])
-        added = chunk["c"]
+        for source, target in zip(rounded.parts, parts(ref, "states"), strict=False):
+            plgpu.copy_smem_to_gmem(source, ref[target].at[batch, head, n, :, block_columns])
+        added = c
         if "leave" in chunk:
-            scaled = tile(chunk["c"]).astype(jnp.float32) * rows(chunk["leave"], columns)
-            ref["scaled"][...] = scaled.astype(dtype)
+            added = Operand.named(ref, "scaled")
+            added.store(c.load() * rows(chunk["leave"], columns))
             plgpu.commit_smem()
-            added = ref["scaled"]
         if "out" in ref:
-            out = products.new((CHUNK, columns), chunk["a"], ref["state"])
-            scores = products.new((CHUNK, CHUNK), chunk["a"], chunk["b"].transpose((1, 0)))
+            out = products.new((CHUNK, columns), a, rounded)
+            scores = products.new((CHUNK, CHUNK), a, b.transposed)
             out = out * rows(chunk["enter"], columns) if "enter" in chunk else out
-            scores = masked(scores, chunk).astype(dtype)
-            out = products.add(out, scores, chunk["c"])
-            plgpu.wait_smem_to_gmem(_SLOTS - 1 + ("states" in ref), wait_read_only=True)
-            slot = lax.rem(n, jnp.int32(_SLOTS))
-            ref["out_tile"].at[slot][...] = out.astype(dtype)
-            plgpu.commit_smem()
-            tokens = pl.ds(n * CHUNK, CHUNK)
-            plgpu.copy_smem_to_gmem(ref["out_tile"].at[slot], ref["out"].at[batch, tokens, head, block_columns])
+            out = products.add(out, a.like(masked(scores, chunk)), c)
+            write(n, out)
         state = state if kept is None else state * kept
-        state = products.add(state, chunk["b"].transpose((1, 0)), added)
+        state = products.add(state, b.transposed, added, carried=True)
         if "state" in ref:
             if "states" in ref:
-                plgpu.wait_smem_to_gmem(int("out" in ref), wait_read_only=True)
-            ref["state"][...] = state.astype(dtype)
+                plgpu.wait_smem_to_gmem(int(staged), wait_read_only=True)
+            rounded.store(state)
             plgpu.commit_smem()
         return state
+
+    def write(n: Any, out: Array) -> None:
+        if not staged:
+            ref["out"].at[batch, pl.ds(n * CHUNK, CHUNK), head, block_columns][...] = out
+            return
+        plgpu.wait_smem_to_gmem(_SLOTS - 1 + ("states" in ref), wait_read_only=True)
+        slot = lax.rem(n, jnp.int32(_SLOTS))
+        ref["out_tile"].at[slot][...] = out.astype(ref["out"].dtype)
+        plgpu.commit_smem()
+        tokens = pl.ds(n * CHUNK, CHUNK)
+        plgpu.copy_smem_to_gmem(ref["out_tile"].at[slot], ref["out"].at[batch, tokens, head, block_columns])
 
     if "initial" in ref:
         source = ref["initial"].at[batch, of_head("initial", 1), :, block_columns]
@@ -251,7 +267,7 @@ def _program(
     else:
         state = plgpu.layout_cast(jnp.zeros((key_size, columns), jnp.float32), plgpu.Layout.WGMMA)
     if "state" in ref:
-        ref["state"][...] = state.astype(dtype)
+        rounded.store(state)
         plgpu.commit_smem()
     pipeline = plgpu.emit_pipeline(
         step,

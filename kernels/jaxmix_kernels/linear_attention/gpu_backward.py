@@ -29,11 +29,15 @@ from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays
 from jaxmix_kernels.gpu_chunks import (
     COLUMNS,
     LARGEST_GRID,
+    VECTORS,
     WGMMA_ROWS,
+    decay_arrays,
     interpreter,
     refuse,
 )
-from jaxmix_kernels.linear_attention.gpu_backward_program import ADDED, VECTORS, WARPGROUPS, Plan, Program, head_axis
+from jaxmix_kernels.gpu_operands import LOW, halve
+from jaxmix_kernels.linear_attention.gpu import DTYPES
+from jaxmix_kernels.linear_attention.gpu_backward_program import ADDED, WARPGROUPS, Plan, Program, head_axis
 
 Array = jax.Array
 
@@ -54,15 +58,15 @@ def decayed_attention_backward(
     """Gradients of `decayed_attention(q, k, v, decays, initial)`, forward in time, for each head.
 
     Args:
-        q: queries [B, T, H, D], bfloat16; T is a multiple of `CHUNK`. Head h of H, the largest head count, reads head
-            h // (H / Hx) of every array.
+        q: queries [B, T, H, D], bfloat16 or float32, as all operands; T is a multiple of `CHUNK`. Head h of H, the
+            largest head count, reads head h // (H / Hx) of every array.
         k: keys [B, T, Hk, D].
         v: values [B, T, Hv, E]; None where they are the keys.
-        d_out: gradient of the outputs, [B, T, H, E], bfloat16.
+        d_out: gradient of the outputs, [B, T, H, E].
         decays: decays and segments; None for neither.
-        states: state before every chunk, [B, Hs, N, D, E], bfloat16, as `decayed_attention(..., states=True)` gives it.
+        states: state before every chunk, [B, Hs, N, D, E], as `decayed_attention(..., states=True)` gives it.
         d_final: gradient of the final state, [B, Hf, D, E], float32; None for zeros.
-        more_dq: is added to dq, [B, T, H, D], bfloat16.
+        more_dq: is added to dq, [B, T, H, D].
         more_dk: is added to dk, likewise, for every one of H heads.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
 
@@ -75,12 +79,13 @@ def decayed_attention_backward(
     """
     same, values = v is None, k if v is None else v
     key_size, value_size = q.shape[3], values.shape[3]
-    refuse([q, k, values, d_out, states], key_size, value_size)
+    refuse([q, k, values, d_out, states], key_size, value_size, DTYPES)
     given: dict[str, Array] = {"q": q, "k": k, "v": values, "d_out": d_out, "x": states}
     more = {name: x for name, x in zip(ADDED, (more_dq, more_dk), strict=True) if x is not None}
-    # Elsewhere there is no room for them on the chip, or blocks of columns are summed afterwards anyway.
-    inside = key_size == value_size == COLUMNS
-    if inside:
+    # At other sizes blocks of columns are summed afterwards anyway, or there is no room for them on the chip, as there
+    # is none in float32.
+    same_inside = same and key_size == value_size == COLUMNS
+    if key_size == value_size == COLUMNS and q.dtype == jnp.bfloat16:
         given |= more
         more = {}
     if d_final is not None:
@@ -92,15 +97,16 @@ def decayed_attention_backward(
             if name in given:
                 x = given[name]
                 given[name] = jnp.pad(x, [(0, padding if i == axis else 0) for i in range(x.ndim)])
+    for name in ("q", "k", "v", "d_out", "x"):
+        given |= halve(name, given[name])
     if decays is not None:
-        names = (*VECTORS, "kept")
-        given |= {name: getattr(decays, name) for name in names if getattr(decays, name) is not None}
-    results = _call(given, same and inside, interpret)
+        given |= decay_arrays(decays, q.dtype)
+    results = _call(given, same_inside, interpret)
 
     def gathered(name: str) -> Array:
         """The sum over blocks, and what is to be added."""
         x, others = results[name], [more[f"more {name}"]] if f"more {name}" in more else []
-        if name == "dk" and same and not inside:
+        if name == "dk" and same and not same_inside:
             others.append(results["dv"])
         if x.shape[0] == 1 and not others:
             return x[0, ..., :key_size]
@@ -136,7 +142,8 @@ def _steps(decays: ChunkDecays, *, rises: Array, falls: Array, leaves: Array, ca
 def _call(given: dict[str, Array], same: bool, interpret: Any) -> dict[str, Array]:
     """Lays out the kernel: dq and dk [blocks, B, T, H, D], dv, d_initial, with decays sums [B, H, blocks, N, ...]."""
     batch, tokens, _, key_size = given["q"].shape
-    value_size, dtype = given["v"].shape[3], given["v"].dtype
+    value_size, is_wide = given["v"].shape[3], "v" + LOW in given
+    dtype = jnp.float32 if is_wide else given["v"].dtype
     vectors = tuple(name for name in VECTORS if name in given)
     counts = {name: x.shape[head_axis(name)] for name, x in given.items() if name != "run"}
     heads = max(counts.values())
@@ -149,7 +156,7 @@ def _call(given: dict[str, Array], same: bool, interpret: Any) -> dict[str, Arra
     if programs > LARGEST_GRID:
         raise NotImplementedError(f"B * H * E / {columns} must be at most {LARGEST_GRID}, got {programs}")
     added = tuple(name for name in ADDED if name in given)
-    plan = Plan(heads, key_size, columns, vectors, added, same, bool(interpret))
+    plan = Plan(heads, key_size, columns, vectors, added, same, is_wide, bool(interpret))
     results = {
         "dq": jax.ShapeDtypeStruct((blocks, batch, tokens, heads, key_size), dtype),
         "dk": jax.ShapeDtypeStruct((blocks, batch, tokens, heads, key_size), dtype),
@@ -161,7 +168,7 @@ def _call(given: dict[str, Array], same: bool, interpret: Any) -> dict[str, Arra
     if vectors:
         for name, width in {"rises": CHUNK, "falls": CHUNK, "leaves": CHUNK, "carried": key_size}.items():
             results[name] = jax.ShapeDtypeStruct((batch, heads, blocks, chunks, width), jnp.float32)
-    scratch = plan.scratch(dtype)
+    scratch = plan.scratch(given["v"].dtype)
     kernel = plgpu.kernel(
         lambda *refs: Program(plan, dict(zip((*given, *results, *scratch), refs, strict=True))).run(),
         out_type=tuple(results.values()),

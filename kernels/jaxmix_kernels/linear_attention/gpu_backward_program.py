@@ -22,13 +22,12 @@ from jaxmix_kernels.gpu_chunks import (
     pair_sums,
     rows,
     split_index,
-    tile,
 )
+from jaxmix_kernels.gpu_operands import LOW, Operand, halves
 from jaxmix_kernels.gpu_rings import Rings
 
 Array = jax.Array
 
-VECTORS = ("enter", "leave", "high", "low", "run")
 ADDED = ("more dq", "more dk")
 """Gradients that are added before results are rounded."""
 WARPGROUPS = 4
@@ -37,12 +36,16 @@ _STATE, _QUERIES, _KEYS, _COPIES = range(WARPGROUPS)
 
 def head_axis(name: str) -> int:
     """The axis of an array that counts heads."""
-    return 2 if name in ("q", "k", "v", "d_out", *ADDED) else 1
+    return 2 if name.removesuffix(LOW) in ("q", "k", "v", "d_out", *ADDED) else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is fixed when the kernel is traced; with `same`, values are the keys, and dv is added to dk."""
+    """What is fixed when the kernel is traced; with `same`, values are the keys, and dv is added to dk.
+
+    Operands that are `wide` are float32, in two halves: then rings have fewer slots, nothing is added, and results go
+    from registers to global memory.
+    """
 
     heads: int
     key_size: int
@@ -50,13 +53,18 @@ class Plan:
     vectors: tuple[str, ...]
     added: tuple[str, ...]
     same: bool
+    is_wide: bool
     interpret: bool
 
     @property
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Rings that are filled from global memory, and the arrays in each."""
         groups = {"vectors": self.vectors} if self.vectors else {}
-        return groups | {name: (name,) for name in ("d_out", "q", "k", "v", "x", *self.added)}
+        return groups | {name: self.halves(name) for name in ("d_out", "q", "k", "v", "x", *self.added)}
+
+    def halves(self, name: str) -> tuple[str, ...]:
+        """The tiles of an operand."""
+        return halves(name, self.is_wide)
 
     def read(self, warpgroup: int) -> dict[str, tuple[str, ...]]:
         """Rings that a warpgroup reads, and the tiles in each."""
@@ -66,10 +74,12 @@ class Plan:
             _KEYS: ("d_out", "q", "k", "v", "dx", *(name for name in self.added if name == "more dk")),
         }[warpgroup]
         vectors = {"vectors": self.vectors} if self.vectors else {}
-        return vectors | {name: (name,) for name in names}
+        return vectors | {name: self.halves(name) for name in names}
 
     def slots(self, group: str) -> int:
         """Chunks that a ring holds."""
+        if self.is_wide:
+            return 1 if self.key_size > COLUMNS and group not in ("vectors", "d_out", "v") else 2
         return 3 if self.key_size == COLUMNS and group in self.inputs and group not in ADDED else 2
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
@@ -82,15 +92,18 @@ class Plan:
         tall, wide, narrow = (self.key_size, self.columns), (CHUNK, self.key_size), (CHUNK, self.columns)
         shapes = {"q": wide, "k": wide, "v": narrow, "d_out": narrow, "x": tall, "dx": tall}
         shapes |= dict.fromkeys(self.added, wide)
-        found: dict[str, Any] = {f"tile {name}": shared(self.slots(name), *shape) for name, shape in shapes.items()}
-        found |= {"out dq": shared(*wide), "out dk": shared(*wide)}
-        if not self.same:
+        found: dict[str, Any] = {}
+        for name, shape in shapes.items():
+            found |= {f"tile {half}": shared(self.slots(name), *shape) for half in self.halves(name)}
+        if not self.is_wide:
+            found |= {"out dq": shared(*wide), "out dk": shared(*wide)}
+        if not self.is_wide and not self.same:
             found["out dv"] = shared(*narrow)
         for name in self.vectors:
             slots = self.slots("vectors")
             found[f"tile {name}"] = plgpu.SMEM((slots, CHUNK), jnp.int32 if name == "run" else jnp.float32)
         if self.vectors:
-            found["scaled"] = shared(*narrow)
+            found |= {half: shared(*narrow) for half in self.halves("scaled")}
             for name in ("rises", "falls", "leaves"):
                 found[f"out {name}"] = plgpu.SMEM((CHUNK,), jnp.float32)
             found["out carried"] = plgpu.SMEM((self.key_size,), jnp.float32)
@@ -100,7 +113,8 @@ class Plan:
             found[f"full {group}"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
             found[f"empty {group}"] = plgpu.Barrier(num_arrivals=readers, num_barriers=slots)
         if self.interpret:
-            found |= {f"scores {warpgroup}": shared(CHUNK, CHUNK) for warpgroup in (_STATE, _QUERIES, _KEYS)}
+            for warpgroup in (_STATE, _QUERIES, _KEYS):
+                found |= {half: shared(CHUNK, CHUNK) for half in self.halves(f"scores {warpgroup}")}
         return found
 
 
@@ -118,7 +132,6 @@ class Program:
         blocks = ref["v"].shape[3] // plan.columns
         self.batch, self.head, self.block = split_index(lax.axis_index("program"), plan.heads, blocks)
         self.block_columns = pl.ds(self.block * plan.columns, plan.columns)
-        self.dtype = ref["v"].dtype
         self.rings = Rings(ref, plan.slots, self.count)
 
     def run(self) -> None:
@@ -162,54 +175,61 @@ class Program:
                     source = ref[name].at[self.batch, chunk]
                 elif ring == "vectors":
                     source = ref[name].at[self.batch, self.of_head(name), chunk]
-                elif name == "x":
+                elif ring == "x":
                     source = ref[name].at[self.batch, self.of_head(name), chunk, :, self.block_columns]
                 else:
-                    columns = self.block_columns if name in ("v", "d_out") else slice(None)
+                    columns = self.block_columns if ring in ("v", "d_out") else slice(None)
                     source = ref[name].at[self.batch, self.tokens(n), self.of_head(name), columns]
                 found[ring][name] = source
         return found
 
     def deliver(self, n: Any, values: dict[str, Array]) -> None:
         """Copies results of a chunk to global memory, once those of the chunk before have left their places."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged = {name: x for name, x in values.items() if f"out {name}" in self.ref}
         for name, x in values.items():
+            if name not in staged:
+                self.target(name, n)[...] = x
+        if not staged:
+            return
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for name, x in staged.items():
             source = self.ref[f"out {name}"]
             source[...] = x.astype(source.dtype)
         plgpu.commit_smem()
-        for name in values:
-            target = self.ref[name]
-            if name in ("dq", "dk"):
-                target = target.at[self.block, self.batch, self.tokens(n), self.head]
-            elif name == "dv":
-                target = target.at[self.batch, self.tokens(n), self.head, self.block_columns]
-            else:
-                target = target.at[self.batch, self.head, self.block, self.chunk(n)]
-            plgpu.copy_smem_to_gmem(self.ref[f"out {name}"], target, commit_group=False)
+        for name in staged:
+            plgpu.copy_smem_to_gmem(self.ref[f"out {name}"], self.target(name, n), commit_group=False)
         plgpu.commit_smem_to_gmem_group()
+
+    def target(self, name: str, n: Any) -> Any:
+        """Where a result of a chunk belongs."""
+        target = self.ref[name]
+        if name in ("dq", "dk"):
+            return target.at[self.block, self.batch, self.tokens(n), self.head]
+        if name == "dv":
+            return target.at[self.batch, self.tokens(n), self.head, self.block_columns]
+        return target.at[self.batch, self.head, self.block, self.chunk(n)]
 
     def state(self) -> None:
         """dX of every chunk, for the warpgroup of the keys, and what the decays of whole chunks carry."""
         ref, plan, warpgroup = self.ref, self.plan, _STATE
-        products = Products(ref.get(f"scores {warpgroup}"))
+        products = Products.named(ref, f"scores {warpgroup}")
 
         def step(n: Any, dx: Array) -> Array:
             slot = self.rings.wait_until_free("dx", n)
-            rounded = ref["tile dx"].at[slot]
-            rounded[...] = dx.astype(self.dtype)
+            Operand(tuple(ref[f"tile {half}"].at[slot] for half in plan.halves("dx"))).store(dx)
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.rings.full("dx", n))
             tiles = self.rings.take(plan.read(warpgroup), n)
-            d_out = tiles["d_out"]
+            q, x, d_out = (Operand.named(tiles, name) for name in ("q", "x", "d_out"))
             if plan.vectors:
                 kept = ref["kept"][self.batch, self.of_head("kept"), self.chunk(n)]
-                scaled = tile(d_out).astype(jnp.float32) * rows(tiles["enter"], plan.columns)
-                ref["scaled"][...] = scaled.astype(self.dtype)
+                scaled = Operand.named(ref, "scaled")
+                scaled.store(d_out.load() * rows(tiles["enter"], plan.columns))
                 plgpu.commit_smem()
-                d_out = ref["scaled"]
+                d_out = scaled
                 dx = dx * kept
-                self.deliver(n, {"carried": jnp.sum(dx * tile(tiles["x"]).astype(jnp.float32), axis=1)})
-            dx = products.add(dx, tiles["q"].transpose((1, 0)), d_out)
+                self.deliver(n, {"carried": jnp.sum(dx * x.load(), axis=1)})
+            dx = products.add(dx, q.transposed, d_out, carried=True)
             self.rings.release(plan.read(warpgroup), n)
             return dx
 
@@ -226,30 +246,31 @@ class Program:
     def queries(self) -> None:
         """dq, and the pairs of every token with tokens and the state before it."""
         plan, warpgroup = self.plan, _QUERIES
-        products = Products(self.ref.get(f"scores {warpgroup}"))
+        products = Products.named(self.ref, f"scores {warpgroup}")
         square, wide = (CHUNK, CHUNK), (CHUNK, plan.key_size)
 
         @pl.loop(0, self.count)
         def _(n: Any) -> None:
             tiles = self.rings.take(plan.read(warpgroup), n)
             vectors = {name: tiles[name] for name in plan.vectors}
-            pair = square, tiles["d_out"], tiles["v"].transpose((1, 0))
+            q, k, v, x, d_out = (Operand.named(tiles, name) for name in ("q", "k", "v", "x", "d_out"))
+            pair = square, d_out, v.transposed
             values, pairs = {}, None
             if vectors:
-                same = square, tiles["q"], tiles["k"].transpose((1, 0))
+                same = square, q, k.transposed
                 weights, scores = products.together(pair, same)
                 weights = masked(weights, vectors)
                 pairs = pair_sums(weights * scores)
             else:
                 weights = masked(products.new(*pair), vectors)
-            weights = weights.astype(self.dtype)
-            dq = products.new(wide, tiles["d_out"], tiles["x"].transpose((1, 0)))
+            weights = d_out.like(weights)
+            dq = products.new(wide, d_out, x.transposed)
             if pairs is not None:
                 dq = dq * rows(tiles["enter"], plan.key_size)
-                values["rises"] = pairs + jnp.sum(dq * tile(tiles["q"]).astype(jnp.float32), axis=1)
+                values["rises"] = pairs + jnp.sum(dq * q.load(), axis=1)
             if "more dq" in tiles:
-                dq += tile(tiles["more dq"]).astype(jnp.float32)
-            values["dq"] = products.add(dq, weights, tiles["k"])
+                dq += Operand.named(tiles, "more dq").load()
+            values["dq"] = products.add(dq, weights, k)
             self.rings.release(plan.read(warpgroup), n)
             self.deliver(n, values)
 
@@ -258,37 +279,57 @@ class Program:
     def keys(self) -> None:
         """dk and dv, and the pairs of every token with tokens and the state after it."""
         plan, warpgroup = self.plan, _KEYS
-        products = Products(self.ref.get(f"scores {warpgroup}"))
-        square, wide, narrow = (CHUNK, CHUNK), (CHUNK, plan.key_size), (CHUNK, plan.columns)
+        products = Products.named(self.ref, f"scores {warpgroup}")
+        square = CHUNK, CHUNK
 
         @pl.loop(0, self.count)
         def _(n: Any) -> None:
             tiles = self.rings.take(plan.read(warpgroup), n)
             vectors = {name: tiles[name] for name in plan.vectors}
+            q, k, v, d_out = (Operand.named(tiles, name) for name in ("q", "k", "v", "d_out"))
             values = {}
-            scores, d_weights = products.together(
-                (square, tiles["k"], tiles["q"].transpose((1, 0))),
-                (square, tiles["v"], tiles["d_out"].transpose((1, 0))),
-            )
+            scores, d_weights = products.together((square, k, q.transposed), (square, v, d_out.transposed))
             weights, d_weights = masked_together([scores, d_weights], vectors, reverse=True)
             if vectors:
                 values["falls"] = pair_sums(d_weights * scores)
-            weights, d_weights = weights.astype(self.dtype), d_weights.astype(self.dtype)
-            dk = products.new(wide, tiles["v"], tiles["dx"].transpose((1, 0)))
-            if vectors:
-                dk = dk * rows(tiles["leave"], plan.key_size)
-                values["leaves"] = jnp.sum(dk * tile(tiles["k"]).astype(jnp.float32), axis=1)
-            if "more dk" in tiles:
-                dk += tile(tiles["more dk"]).astype(jnp.float32)
-            values["dk"] = products.add(dk, d_weights, tiles["q"])
-            dv = products.new(narrow, tiles["k"], tiles["dx"])
-            if vectors:
-                dv = dv * rows(tiles["leave"], plan.columns)
-            if plan.same:
-                values["dk"] = products.add(values["dk"] + dv, weights, tiles["d_out"])
+            weights, d_weights = d_out.like(weights), d_out.like(d_weights)
+            if plan.is_wide:
+                # One after the other, which takes fewer registers.
+                dv = self.of_values(products, tiles, weights)
+                if not plan.same:
+                    self.deliver(n, {"dv": dv})
+                dk, leaves = self.of_keys(products, tiles, d_weights)
+                found = {"dk": dk + dv if plan.same else dk}
             else:
-                values["dv"] = products.add(dv, weights, tiles["d_out"])
+                dk, leaves = self.of_keys(products, tiles, d_weights)
+                dv = self.of_values(products, tiles, weights, dk if plan.same else None)
+                found = {"dk": dv} if plan.same else {"dk": dk, "dv": dv}
+            if leaves is not None:
+                values["leaves"] = leaves
+            values |= found
             self.rings.release(plan.read(warpgroup), n)
             self.deliver(n, values)
 
         plgpu.wait_smem_to_gmem(0)
+
+    def of_keys(self, products: Products, tiles: dict[str, Any], d_weights: Operand) -> tuple[Array, Array | None]:
+        """dk of a chunk, and `leaves` with decays."""
+        wide, leaves = (CHUNK, self.plan.key_size), None
+        q, k, v, dx = (Operand.named(tiles, name) for name in ("q", "k", "v", "dx"))
+        dk = products.new(wide, v, dx.transposed)
+        if "leave" in tiles:
+            dk = dk * rows(tiles["leave"], self.plan.key_size)
+            leaves = jnp.sum(dk * k.load(), axis=1)
+        if "more dk" in tiles:
+            dk += Operand.named(tiles, "more dk").load()
+        return products.add(dk, d_weights, q), leaves
+
+    def of_values(
+        self, products: Products, tiles: dict[str, Any], weights: Operand, total: Array | None = None
+    ) -> Array:
+        """dv of a chunk, which may be added to a total."""
+        k, dx, d_out = (Operand.named(tiles, name) for name in ("k", "dx", "d_out"))
+        dv = products.new((CHUNK, self.plan.columns), k, dx)
+        if "leave" in tiles:
+            dv = dv * rows(tiles["leave"], self.plan.columns)
+        return products.add(dv if total is None else total + dv, weights, d_out)

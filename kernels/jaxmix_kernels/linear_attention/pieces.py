@@ -16,8 +16,6 @@ Array = jax.Array
 
 SHORTEST_PIECE = 16 * CHUNK
 """Fewest tokens of a piece: below, the first pass and the padding cost more than the cores they occupy."""
-LONGEST_SUM = 1024
-"""Most tokens over which a composed gradient of log decays sums what others leave behind, and collects its rounding."""
 UNROLLED = 16
 """Most pieces whose states are computed without a loop."""
 
@@ -32,13 +30,6 @@ def choose_pieces(heads: int, length: int, programs: int) -> int:
     """
     pieces = 1
     while 2 * pieces * heads <= programs and length >= 2 * pieces * SHORTEST_PIECE:
-        pieces *= 2
-    return pieces
-
-
-def shorten_sums(pieces: int, length: int) -> int:
-    """Number of pieces of a composed backward pass: `pieces`, doubled until none has more than 1024 tokens."""
-    while length > pieces * LONGEST_SUM:
         pieces *= 2
     return pieces
 

@@ -1,6 +1,6 @@
 """Decayed linear attention of a target, over `jax.vmap` and several devices, and the states that pieces start from."""
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,11 @@ def attend(
     c: Array,
     decays: ChunkDecays | None,
     initial: Array | None,
-    *,
-    weights: Array | None = None,
-    reverse: bool = False,
-    outputs: bool = True,
-    states: bool = False,
+    **options: bool,
 ) -> Result:
-    """`target.decayed_attention`; `states` only where the target `keeps_states`."""
-    options = {"reverse": reverse, "outputs": outputs} | ({"states": True} if states else {})
-
-    def primitive(*arrays: Any) -> Result:
-        *arguments, weights = arrays
-        return target.decayed_attention(*arguments, weights=weights, **options)
-
-    arrays = a, b, c, decays, initial, weights
-    return spread(primitive, arrays, (2, 2, 2, 1, 1, 2), (2, 1, 1, 1), splits=target.splits)
+    """`target.decayed_attention`."""
+    kernel = functools.partial(target.decayed_attention, **options)
+    return spread(kernel, (a, b, c, decays, initial), (2, 2, 2, 1, 1), (2, 1, 1), splits=target.splits)
 
 
 def gradients(

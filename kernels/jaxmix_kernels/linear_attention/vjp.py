@@ -1,8 +1,7 @@
-"""Decayed linear attention with its gradients, which have two ways; the target decides.
+"""Decayed linear attention with its gradients.
 
-Where it `keeps_states` (a Hopper GPU), the forward pass of a call that is differentiated keeps the states before all
-chunks, and one kernel gives all gradients from them. Elsewhere (a TPU) it keeps none, and `composition` has the
-gradients.
+The forward pass of a call that is differentiated keeps the states before all chunks, and one kernel gives all gradients
+from them.
 """
 
 import dataclasses
@@ -12,8 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays
-from jaxmix_kernels.linear_attention.composition import composed_gradients
+from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays, Result
 from jaxmix_kernels.linear_attention.pieces import (
     choose_pieces,
     join_chunks,
@@ -21,7 +19,6 @@ from jaxmix_kernels.linear_attention.pieces import (
     last_piece,
     pad_chunks,
     pad_sizes,
-    shorten_sums,
     split_decays,
     split_tokens,
 )
@@ -33,11 +30,10 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is fixed when a call is traced: the target, numbers of pieces in time, whether outputs are wanted."""
+    """What is fixed when a call is traced: the target, number of pieces in time, whether outputs are wanted."""
 
     target: Target
     pieces: int
-    backward_pieces: int
     outputs: bool
 
 
@@ -53,15 +49,6 @@ class _Arrays(NamedTuple):
     decays: ChunkDecays | None
     steps: Array | None
     initial: Array
-
-
-class _Walk(NamedTuple):
-    """What a forward pass gives: `starts` of all pieces, `states` before all chunks of B P pieces."""
-
-    out: Array | None
-    final: Array
-    starts: Array
-    states: Array | None
 
 
 def linear_attention(
@@ -98,21 +85,6 @@ def final_state(k: Array, v: Array, decays: ChunkDecays | None, initial: Array |
     return _call(None, k, v, decays, initial, target)[1]
 
 
-class Known(NamedTuple):
-    """What a kernel has computed of a linear attention.
-
-    Attributes:
-        out: outputs [B, T, H, E]; None where nothing asks for them.
-        final: the final state, as `linear_attention` gives it.
-        states: where the target `keeps_states`, the state before every chunk, [B, H', N, D', E'], H' a divisor of H, of
-            whole chunks and of sizes that the kernels have.
-    """
-
-    out: Array | None
-    final: Array
-    states: Array | None
-
-
 class Gradients(NamedTuple):
     """Gradients of a linear attention: of its arrays and of `decays.steps`."""
 
@@ -129,7 +101,7 @@ def known_gradients(
     v: Array | None,
     decays: ChunkDecays | None,
     initial: Array,
-    known: Known,
+    states: Array,
     d_out: Array,
     d_final: Array,
     *,
@@ -145,7 +117,8 @@ def known_gradients(
         v: values; None where they are the keys, the gradient of which is then that of both.
         decays: decays.
         initial: the state before the first token.
-        known: what it gave.
+        states: the states that its kernel kept, [B, H', N, D', E'], H' a divisor of H, of whole chunks and of sizes
+            that the kernels have.
         d_out: gradient of the outputs.
         d_final: gradient of the final state.
         more_dq: is added to the gradient of q.
@@ -154,11 +127,8 @@ def known_gradients(
     """
     plan, arrays = _prepare(q, k, v, decays, initial, target)
     assert plan.pieces == 1
-    tokens = plan.backward_pieces * CHUNK
-    d_out, more_dq, more_dk = jax.tree.map(lambda x: pad_sizes(x, (3,), tokens), (d_out, more_dq, more_dk))
-    starts = arrays.initial if known.states is None else None
-    ends = pad_sizes(known.final, (2, 3)), d_out, pad_sizes(d_final, (2, 3))
-    result = _gradients(plan, arrays, starts, known.states, *ends, more_dq, more_dk)
+    d_out, more_dq, more_dk = jax.tree.map(lambda x: pad_sizes(x, (3,), CHUNK), (d_out, more_dq, more_dk))
+    result = _gradients(plan, arrays, states, d_out, pad_sizes(d_final, (2, 3)), more_dq, more_dk)
     assert result.q is not None
     value_size = k.shape[3] if v is None else v.shape[3]
     return Gradients(
@@ -196,16 +166,13 @@ def _prepare(
         initial = jnp.zeros((k.shape[0], 1, key_size, value_size), _state_dtype(values))
     heads = _state_heads(k, values, decays, initial) if q is None else q.shape[2]
     programs = k.shape[0] * heads * target.blocks(value_size)
-    pieces = backward_pieces = choose_pieces(programs, length, target.programs)
-    if decays is not None and decays.steps is not None and not target.keeps_states:
-        backward_pieces = shorten_sums(pieces, length)
-    q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), backward_pieces * CHUNK), (q, k, v))
+    pieces = choose_pieces(programs, length, target.programs)
+    q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), pieces * CHUNK), (q, k, v))
     steps = None
     if decays is not None:
-        decays = pad_chunks(decays, backward_pieces)
+        decays = pad_chunks(decays, pieces)
         steps, decays = decays.steps, jax.lax.stop_gradient(dataclasses.replace(decays, steps=None))
-    plan = _Plan(target, pieces, backward_pieces, q is not None)
-    return plan, _Arrays(q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
+    return _Plan(target, pieces, q is not None), _Arrays(q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -215,9 +182,8 @@ def _attend(plan: _Plan, arrays: _Arrays) -> tuple[Array | None, Array]:
 
 
 def _attend_forward(plan: _Plan, arrays: _Arrays) -> tuple[Any, Any]:
-    walk = _walk(plan, arrays, states=plan.target.keeps_states)
-    starts = walk.starts if walk.states is None else None
-    return (walk.out, walk.final), (arrays, starts, walk.states, walk.final)
+    walk = _walk(plan, arrays, states=True)
+    return (walk.out, walk.final), (arrays, walk.states)
 
 
 def _attend_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[_Arrays]:
@@ -227,8 +193,11 @@ def _attend_backward(plan: _Plan, residuals: Any, cotangents: Any) -> tuple[_Arr
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> _Walk:
-    """The forward pass; without queries, only states of the heads that have one of their own."""
+def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> Result:
+    """The forward pass; without queries, only states of the heads that have one of their own.
+
+    `states` are those of B P pieces.
+    """
     q, k, v, decays, _, initial = arrays
     assert v is not None
     state_heads = _state_heads(k, v, decays, initial)
@@ -240,10 +209,9 @@ def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> _Walk:
     cut = split_decays(decays, plan.pieces)
     result = attend(plan.target, qs, ks, vs, cut, starts, outputs=q is not None, states=states)
     group = heads // state_heads
-    return _Walk(
+    return Result(
         None if result.out is None else join_pieces(result.out, plan.pieces),
         last_piece(result.final, plan.pieces)[:, ::group],
-        starts,
         None if result.states is None else result.states[:, ::group],
     )
 
@@ -251,9 +219,7 @@ def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> _Walk:
 def _gradients(
     plan: _Plan,
     arrays: _Arrays,
-    starts: Array | None,
-    states: Array | None,
-    final: Array,
+    states: Array,
     d_out: Array | None,
     d_final: Array,
     more_dq: Array | None = None,
@@ -263,49 +229,30 @@ def _gradients(
     q, k, v, decays, steps, initial = arrays
     values = k if v is None else v
     if q is None:
-        shape = (*k.shape[:2], final.shape[1])
+        shape = (*k.shape[:2], d_final.shape[1])
         q, d_out = jnp.zeros((*shape, k.shape[3]), k.dtype), jnp.zeros((*shape, values.shape[3]), values.dtype)
     assert d_out is not None
     # Heads that share a final state share its gradient, so that their sum is whole.
-    d_final = d_final.astype(final.dtype) / (q.shape[2] // final.shape[1])
-    d_out = d_out.astype(values.dtype)
-    if states is not None:
-        inside = more_dk if k.shape[2] == q.shape[2] else None
-        by_head = _by_one_kernel(plan, q, k, v, d_out, decays, states, d_final, more_dq, inside)
-        more_dq, more_dk = None, None if inside is not None else more_dk
-    else:
-        by_head = composed_gradients(
-            plan.target,
-            q,
-            k,
-            values,
-            d_out,
-            decays,
-            initial,
-            final,
-            d_final,
-            pieces=plan.backward_pieces,
-            starts=starts if plan.pieces == plan.backward_pieces else None,
-            sums=steps is not None,
-        )
+    d_final = d_final.astype(_state_dtype(values)) / (q.shape[2] // d_final.shape[1])
+    inside = more_dk if k.shape[2] == q.shape[2] else None
+    by_head = _by_head(plan, q, k, v, d_out.astype(values.dtype), decays, states, d_final, more_dq, inside)
     d_steps = None
     if steps is not None:
         assert by_head.d_steps is not None
         d_steps = _sum_heads(by_head.d_steps, 1, steps.shape[1]).astype(steps.dtype)
         # It is a product with the decay of the step. Where that is below rounding, the sums hold nothing else.
         d_steps = jnp.where(steps < jnp.log(jnp.finfo(steps.dtype).eps), 0, d_steps)
-    dv = None if by_head.dv is None else _sum_heads(by_head.dv, 2, values.shape[2])
     return _Arrays(
-        _sum_heads(by_head.dq, 2, q.shape[2], more_dq) if plan.outputs else None,
-        _sum_heads(by_head.dk, 2, k.shape[2], more_dk, dv if v is None else None),
-        None if v is None else dv,
+        by_head.dq if plan.outputs else None,
+        _sum_heads(by_head.dk, 2, k.shape[2], more_dk if inside is None else None),
+        None if by_head.dv is None else _sum_heads(by_head.dv, 2, values.shape[2]),
         None,
         d_steps,
         _sum_heads(by_head.d_initial, 1, initial.shape[1]),
     )
 
 
-def _by_one_kernel(
+def _by_head(
     plan: _Plan,
     q: Array,
     k: Array,
@@ -343,11 +290,10 @@ def _state_dtype(x: Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _sum_heads(x: Array, axis: int, heads: int, *more: Array | None) -> Array:
+def _sum_heads(x: Array, axis: int, heads: int, more: Array | None = None) -> Array:
     """Sums over the heads of each group and with `more`, in float32 at least: `heads` are left."""
-    others = [other for other in more if other is not None]
-    if x.shape[axis] == heads and not others:
+    if x.shape[axis] == heads and more is None:
         return x
     grouped = x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
     total = jnp.sum(grouped.astype(_state_dtype(x)), axis=axis + 1)
-    return sum((other.astype(total.dtype) for other in others), total).astype(x.dtype)
+    return (total if more is None else total + more.astype(total.dtype)).astype(x.dtype)

@@ -1,0 +1,94 @@
+"""The TPU kernel of the gradients of decayed linear attention, interpreted on a CPU and lowered for a TPU."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmix_kernels import tpu_tiles
+from jaxmix_kernels.decays import CHUNK, BackwardResult
+from jaxmix_kernels.linear_attention.tpu_backward import decayed_attention_backward
+from jaxmix_kernels.linear_attention.vjp import linear_attention
+from tests.kernels import backward, tpu_checks
+from tests.kernels.targets import OneDevice
+from tests.tolerances import FORMS, assert_close
+
+TOLERANCES = {"float32": FORMS[np.dtype(np.float32)], "bfloat16": backward.BFLOAT16}
+RUNS = [
+    *((name, "float32") for name in backward.CASES),
+    *((name, "bfloat16") for name in ("weak decays and segments", "mixed decays and segments")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _short_steps(monkeypatch):
+    """Several grid steps for few tokens, so that they are interpreted fast."""
+    monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", {"bfloat16": 2, "float32": 1})
+
+
+def _by_tile(states):
+    """The states before every second chunk: those that the kernel reads."""
+    return states[:, :, ::2]
+
+
+@pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
+def test_equals_the_reference(name, dtype):
+    q, k, v, d_out, decays, initial, d_final = backward.draw(**backward.CASES[name], dtype=jnp.dtype(dtype))
+    d_final = None if name == backward.ONE_CHUNK else d_final
+    expected, states = backward.expect(q, k, v, d_out, decays, initial, d_final)
+    kernel = jax.jit(functools.partial(decayed_attention_backward, interpret=True))
+    actual = kernel(q, k, v, d_out, decays, _by_tile(states), d_final)
+    assert actual.dq.dtype == actual.dk.dtype == actual.dv.dtype == q.dtype
+    assert_close(actual, expected, TOLERANCES[dtype], floor=backward.FLOOR)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_keys_that_are_values_and_gradients_that_are_added(dtype):
+    options = {"decay": "weak", "key_size": 64, "value_size": 64, "dtype": jnp.dtype(dtype)}
+    q, k, _, d_out, decays, initial, d_final = backward.draw(**options)
+    more = d_out[:, ::-1], 2 * d_out
+    expected, states = backward.expect(q, k, None, d_out, decays, initial, d_final, *more)
+    kernel = jax.jit(functools.partial(decayed_attention_backward, interpret=True))
+    actual = kernel(q, k, None, d_out, decays, _by_tile(states), d_final, *more)
+    assert actual.dv is None
+    assert_close(actual, expected, TOLERANCES[dtype])
+
+
+def test_gradients_of_a_call_come_from_the_states_that_it_keeps_without_races(monkeypatch):
+    monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", {"float32": 2})
+    options = {"heads": 2, "b_heads": 1, "tokens": 5 * CHUNK, "value_size": 32, "dtype": np.float32}
+    q, k, v, d_out, decays, initial, d_final = backward.draw(**options)
+    expected, _ = backward.expect(q, k, v, d_out, decays, initial, d_final)
+    with tpu_checks.races_forbidden() as interpret:
+        target = OneDevice("tpu", interpret=interpret)
+
+        def attend(q, k, v, initial, steps):
+            given = dataclasses.replace(decays, steps=steps)
+            return linear_attention(q, k, v, given, initial, target=target)
+
+        actual = jax.vjp(attend, q, k, v, initial, decays.steps)[1]((d_out, d_final))
+    shared = expected._replace(dk=np.sum(expected.dk, axis=2, keepdims=True))
+    assert_close(BackwardResult(*actual), shared, TOLERANCES["float32"])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (128, 128), (128, 32), (32, 64)], ids=str)
+def test_lowers_for_a_tpu(dtype, sizes):
+    for options in ({}, {"decay": None, "segments": False}):
+        arguments = backward.shapes(*sizes, **options, dtype=jnp.dtype(dtype))
+        tpu_checks.lower(decayed_attention_backward, *arguments)
+        if sizes[0] == sizes[1]:
+            q, k, _, *others = arguments
+            tpu_checks.lower(decayed_attention_backward, q, k, None, *others, q, q)
+
+
+def test_refuses_what_it_cannot_serve():
+    q, k, v, d_out, decays, initial, _ = backward.draw(**backward.CASES[backward.ONE_CHUNK])
+    states = jnp.zeros((*initial.shape[:2], 1, *initial.shape[2:]), q.dtype)
+    with pytest.raises(NotImplementedError, match="all bfloat16 or all float32"):
+        decayed_attention_backward(q, k, v, d_out.astype(jnp.float32), decays, states, None)
+    with pytest.raises(NotImplementedError, match="head sizes"):
+        decayed_attention_backward(q[..., :16], k[..., :16], v, d_out, decays, states[..., :16, :], None)
