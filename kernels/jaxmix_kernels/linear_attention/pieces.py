@@ -128,6 +128,5 @@ def starts_of_pieces(
         return jnp.where(factor > 0, factor * state, 0) + added, state
 
     # On a GPU a loop starts kernels anew for every piece, which unrolled is fused into a few.
-    # Not `associative_scan`: libtpu 0.0.50.1 cannot compile it for v6e in the program of a gradient.
     _, starts = jax.lax.scan(follow, initial, (kept, added), reverse=reverse, unroll=min(pieces, UNROLLED))
     return jnp.moveaxis(starts, 0, 1).reshape(-1, *added.shape[2:])

@@ -127,6 +127,7 @@ def _kernel(walk: Walk, inputs: dict[str, Any], outputs: dict[str, Any], carried
         operand = d_state.astype(keys.dtype)
         dk, dv = product(values, operand, (1, 1)), product(keys, operand, (1, 0))
         if d.leave_column is not None:
+            assert found.spans is not None
             dk, dv = d.leave_column * dk, d.leave_column * dv
             d_state = d.kept * d_state
             both = jnp.sum(jnp.sum(d_state * x.astype(jnp.float32), axis=1, keepdims=True), axis=0, keepdims=True)
