@@ -72,7 +72,7 @@ def plot(runs: list[Run], file: Path) -> None:
                 ink = "black" if value > 0.6 else "white"
                 axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
     axes[0].set_yticks(range(len(best)), list(best))
-    figure.colorbar(image, ax=axes, label="accuracy on held-out sequences, mean over seeds")
+    figure.colorbar(image, ax=axes, label="accuracy, mean over seeds")
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,10 @@ from jaxmix.bench.shapes import Shape
 
 LIMIT = 2e-2
 """Largest root mean square of a difference over that of the float32 reference, for bfloat16 arguments and results."""
+
+
+PLAIN = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+"""How a GPU compiles references: without a search for the fastest kernels, which takes far longer than running them."""
 
 
 class WrongResult(Exception):
@@ -68,7 +72,10 @@ def check(work: Work, results: Mapping[str, Any]) -> float:
     Raises:
         WrongResult: if it is above the limit, or a result is not finite.
     """
-    expected = _decode_reference(work) if work.part == "decode" else _reference(work.mixer, work.shape)
+    if work.part == "decode":
+        expected = _decode_reference(work)
+    else:
+        expected = _reference(work.mixer, work.shape, gradients=work.part != "forward")
     heads = checked_part(work.mixer, work.shape)
     errors = {}
     for name, result in results.items():
@@ -94,17 +101,23 @@ def error_ratio(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(actual - expected, dtype=np.float64)))) / max(size, 1e-30)
 
 
+def _compiled(function: Callable[..., Any]) -> Any:
+    return jax.jit(function, compiler_options=PLAIN if jax.default_backend() == "gpu" else None)
+
+
 @functools.lru_cache(maxsize=4)
-def _reference(mixer: str, shape: Shape) -> dict[str, np.ndarray]:
-    """Output and gradients in float32 from the same rounded arguments, of the part that is compared."""
+def _reference(mixer: str, shape: Shape, *, gradients: bool) -> dict[str, np.ndarray]:
+    """Output, and perhaps gradients, in float32 from the same rounded arguments, of the part that is compared."""
     work = Work(mixer, shape, "forward")
     heads = checked_part(mixer, shape)
     names = MIXERS[mixer].arguments
     given = tuple(x[-1:, :, heads[name]].astype(jnp.float32) for name, x in zip(names, work.arrays(0), strict=True))
     cotangent = work.cotangent(0)[-1:, :, heads["out"]].astype(jnp.float32)
 
-    @jax.jit
+    @_compiled
     def run(given: tuple[Array, ...], cotangent: Array) -> dict[str, Array]:
+        if not gradients:
+            return {"out": reference(mixer)(*given)}
         out, pull = jax.vjp(reference(mixer), *given)
         return {"out": out} | dict(zip(names, pull(cotangent), strict=True))
 
@@ -117,7 +130,7 @@ def _decode_reference(work: Work) -> dict[str, np.ndarray]:
     state = jax.tree.map(lambda x: x[-1:], work.state(0))
     state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
 
-    @jax.jit
+    @_compiled
     def run(state: Any, given: tuple[Array, ...]) -> Array:
         return MIXERS[work.mixer].call(*given, initial_state=state, implementation="serial")[0]
 
