@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxmix_kernels.ahla import gpu as ahla
-from jaxmix_kernels.decays import CHUNK, ChunkDecays
+from jaxmix_kernels.decays import CHUNK, BackwardArguments, ChunkDecays
 from jaxmix_kernels.gpu_chain import chain_forward
 from jaxmix_kernels.hla2 import gpu as hla2
 from jaxmix_kernels.hla3 import gpu as hla3
@@ -139,7 +139,7 @@ def check_backward(name: str) -> bool:
     def fused(q, k, v, d_out, steps, initial, d_final):
         decays = decays_of(steps)
         states = gpu.decayed_attention(q, k, v, decays, initial, states=True).states
-        return decayed_attention_backward(q, k, v, d_out, decays, states, d_final)
+        return decayed_attention_backward(BackwardArguments(q, k, v, d_out, decays, states, d_final))
 
     @jax.jit
     def autodiff(q, k, v, d_out, steps, initial, d_final):
@@ -264,7 +264,7 @@ def rivals(shape: tuple[int, int, int, int]):
 
 
 def gradients(q, k, v, decays, states):
-    return decayed_attention_backward(q, k, v, v, decays, states, None)
+    return decayed_attention_backward(BackwardArguments(q, k, v, v, decays, states))
 
 
 def split(q, k, v, decays):

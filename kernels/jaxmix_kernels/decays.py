@@ -60,6 +60,34 @@ class Result(NamedTuple):
     states: Array | None = None
 
 
+class BackwardArguments(NamedTuple):
+    """What the gradients of one decayed attention, walked forward in time, are computed from.
+
+    Head h of H, the largest head count, reads head h // (H / Hx) of every array.
+
+    Attributes:
+        q: queries [B, T, H, D], bfloat16 or float32, as all arrays of tokens; T is a multiple of `CHUNK`.
+        k: keys [B, T, Hk, D].
+        v: values [B, T, Hv, E]; None where they are the keys.
+        d_out: gradient of the outputs, [B, T, H, E].
+        decays: decays and segments; None for neither.
+        states: the states that `decayed_attention(..., states=True)` of the same platform gives, [B, Hs, N', D, E].
+        d_final: gradient of the final state, [B, Hf, D, E], float32; None for zeros.
+        more_dq: is added to dq, [B, T, H, D].
+        more_dk: is added to dk, likewise, for every one of H heads.
+    """
+
+    q: Array
+    k: Array
+    v: Array | None
+    d_out: Array
+    decays: ChunkDecays | None
+    states: Array
+    d_final: Array | None = None
+    more_dq: Array | None = None
+    more_dk: Array | None = None
+
+
 class BackwardResult(NamedTuple):
     """Gradients of one decayed attention, for each of its heads.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmix_kernels.decays import SIZES, BackwardResult, Result
+from jaxmix_kernels.decays import SIZES, BackwardArguments, BackwardResult, Result
 
 _DTYPES = {"gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
 _PROGRAMS = {"gpu": 132, "tpu": 1}
@@ -60,13 +60,13 @@ class Target:
             from jaxmix_kernels.linear_attention.tpu import decayed_attention
         return decayed_attention(*arrays, interpret=self.interpret, **options)
 
-    def decayed_attention_backward(self, *arrays: Any) -> BackwardResult:
+    def decayed_attention_backward(self, arguments: BackwardArguments) -> BackwardResult:
         """The kernel of all its gradients, from the states that it keeps."""
         if self.platform == "gpu":
             from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
         else:
             from jaxmix_kernels.linear_attention.tpu_backward import decayed_attention_backward
-        return decayed_attention_backward(*arrays, interpret=self.interpret)
+        return decayed_attention_backward(arguments, interpret=self.interpret)
 
     def decode(self, *arrays: Any, **options: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """The kernel of one token; see `jaxmix_kernels.decode.call`, which groups query heads for it."""

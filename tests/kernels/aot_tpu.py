@@ -53,6 +53,7 @@ def cases():
     import jax.numpy as jnp
 
     from jaxmix_kernels.ahla.tpu import ahla_forward
+    from jaxmix_kernels.decays import BackwardArguments
     from jaxmix_kernels.decode.call import decode
     from jaxmix_kernels.decode.steps import OPERATORS
     from jaxmix_kernels.hla2.tpu import hla2_forward
@@ -82,8 +83,8 @@ def cases():
         }
         yield "decayed_attention", dtype, size, tpu.decayed_attention, case
         states = jax.eval_shape(functools.partial(tpu.decayed_attention, states=True), *case).states
-        more = *tensors, d_out, decays, states, initial, d_out, d_out
-        yield "decayed_attention_backward", dtype, size, tpu_backward.decayed_attention_backward, more
+        given = BackwardArguments(*tensors, d_out, decays, states, initial, d_out, d_out)
+        yield "decayed_attention_backward", dtype, size, tpu_backward.decayed_attention_backward, (given,)
         for name, (function, arguments) in chains.items():
             yield name, dtype, size, function, arguments
             yield f"{name}, for gradients", dtype, size, functools.partial(function, keep=True), arguments

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxmix_kernels.decays import CHUNK
+from jaxmix_kernels.decays import CHUNK, BackwardArguments
 from tests.kernels import reference
 
 # bfloat16 operands: products of numbers rounded at 2e-3 relative (RMS), and the results rounded once more.
@@ -42,12 +42,13 @@ def draw(**options):
 
 
 def expect(q, k, v, d_out, decays, initial, d_final, *more):
-    """Gradients of every head in float64, and the states before every chunk that they come from, rounded."""
+    """Gradients of every head in float64, and what they come from, with the states before every chunk, rounded."""
     states = jax.jit(_states)(q, k, k if v is None else v, decays, initial)
+    given = BackwardArguments(q, k, v, d_out, decays, states, d_final, *more)
     with jax.enable_x64(True):
-        wide = [None if x is None else x.astype(jnp.float64) for x in (q, k, v, d_out)]
-        result = jax.jit(reference.decayed_attention_backward)(*wide, decays, states, d_final, *more)
-        return jax.device_get(result), states
+        wide = [None if x is None else x.astype(jnp.float64) for x in given[:4]]
+        result = jax.jit(reference.decayed_attention_backward)(BackwardArguments(*wide, *given[4:]))
+        return jax.device_get(result), given
 
 
 def _states(*arrays):
@@ -55,7 +56,7 @@ def _states(*arrays):
 
 
 def shapes(key_size, value_size, **options):
-    """Shapes of q, k, v, d_out, decays, the states before eight chunks or pairs of them, and of a final state."""
+    """Shapes of arguments with the states before eight chunks or pairs of them."""
     options = {"batch": 1, "tokens": 512, "heads": 4, "b_heads": 2, "dtype": jnp.bfloat16, **options}
 
     def case():
@@ -63,4 +64,4 @@ def shapes(key_size, value_size, **options):
 
     q, k, v, decays, initial, d_out = jax.eval_shape(case)
     states = jax.ShapeDtypeStruct((1, 4, 8, key_size, value_size), q.dtype)
-    return q, k, v, d_out, decays, states, initial
+    return BackwardArguments(q, k, v, d_out, decays, states, initial)

@@ -60,11 +60,10 @@ def decayed_attention(
     return Result(None if out is None else _join(out).astype(c.dtype), final, before)
 
 
-def decayed_attention_backward(
-    q, k, v, d_out, decays, states, d_final, more_dq=None, more_dk=None, *, interpret=False
-) -> BackwardResult:
+def decayed_attention_backward(arguments, *, interpret=False) -> BackwardResult:
     """Chunk after chunk, last to first: the gradient of each by autodiff, from the state before it and the decays."""
     del interpret
+    q, k, v, d_out, decays, states, d_final, more_dq, more_dk = arguments
     same, v = v is None, k if v is None else v
     dtype = jnp.promote_types(v.dtype, jnp.float32)
     heads = _count_heads([q, k, v, d_out], decays, [states, d_final])

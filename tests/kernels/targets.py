@@ -30,5 +30,5 @@ class ReferenceTarget(Target):
     def decayed_attention(self, *arrays, **options):
         return reference.decayed_attention(*arrays, **options)
 
-    def decayed_attention_backward(self, *arrays):
-        return reference.decayed_attention_backward(*arrays)
+    def decayed_attention_backward(self, arguments):
+        return reference.decayed_attention_backward(arguments)

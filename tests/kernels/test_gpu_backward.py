@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmix_kernels.decays import CHUNK, BackwardResult
+from jaxmix_kernels.decays import CHUNK, BackwardArguments, BackwardResult
 from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
 from jaxmix_kernels.linear_attention.vjp import linear_attention
 from tests.kernels import backward, gpu_checks
@@ -18,9 +18,9 @@ from tests.tolerances import assert_close
 def test_equals_the_reference_without_races(name):
     q, k, v, d_out, decays, initial, d_final = backward.draw(**backward.CASES[name])
     d_final = None if name == backward.ONE_CHUNK else d_final
-    expected, states = backward.expect(q, k, v, d_out, decays, initial, d_final)
+    expected, given = backward.expect(q, k, v, d_out, decays, initial, d_final)
     with gpu_checks.races_forbidden() as interpret:
-        actual = decayed_attention_backward(q, k, v, d_out, decays, states, d_final, interpret=interpret)
+        actual = decayed_attention_backward(given, interpret=interpret)
     assert actual.dq.dtype == actual.dk.dtype == actual.dv.dtype == q.dtype
     assert_close(actual, expected, backward.BFLOAT16, floor=backward.FLOOR)
 
@@ -30,10 +30,9 @@ def test_keys_that_are_values_and_gradients_that_are_added(size):
     options = {"decay": "weak", "key_size": size, "value_size": size}
     q, k, _, d_out, decays, initial, d_final = backward.draw(**options)
     more_dq, more_dk = d_out[:, ::-1], 2 * d_out
-    expected, states = backward.expect(q, k, None, d_out, decays, initial, d_final, more_dq, more_dk)
+    expected, given = backward.expect(q, k, None, d_out, decays, initial, d_final, more_dq, more_dk)
     with gpu_checks.races_forbidden() as interpret:
-        arrays = q, k, None, d_out, decays, states, d_final, more_dq, more_dk
-        actual = decayed_attention_backward(*arrays, interpret=interpret)
+        actual = decayed_attention_backward(given, interpret=interpret)
     assert actual.dv is None
     assert_close(actual, expected, backward.BFLOAT16)
 
@@ -56,11 +55,11 @@ def test_gradients_of_a_call_are_by_the_kernel_from_the_states_that_the_forward_
 # A program has at most 64 columns of the values: E = 128 is E = 64 twice.
 @pytest.mark.parametrize("sizes", [(32, 32), (32, 128), (64, 32), (64, 64), (128, 32), (128, 128)], ids=str)
 def test_lowers_for_a_gpu(sizes):
-    gpu_checks.lower(decayed_attention_backward, *backward.shapes(*sizes))
+    gpu_checks.lower(decayed_attention_backward, backward.shapes(*sizes))
 
 
 def test_lowers_without_decays():
-    gpu_checks.lower(decayed_attention_backward, *backward.shapes(128, 128, decay=None, segments=False))
+    gpu_checks.lower(decayed_attention_backward, backward.shapes(128, 128, decay=None, segments=False))
 
 
 def test_refuses_what_it_cannot_serve():
@@ -68,6 +67,6 @@ def test_refuses_what_it_cannot_serve():
     states = jnp.zeros((*initial.shape[:2], 1, *initial.shape[2:]), q.dtype)
     others = [x.astype(jnp.float16) for x in (q, k, v, d_out)]
     with pytest.raises(NotImplementedError, match="float16"):
-        decayed_attention_backward(*others, decays, states, None)
+        decayed_attention_backward(BackwardArguments(*others, decays, states))
     with pytest.raises(ValueError, match="head count"):
-        decayed_attention_backward(jnp.tile(q, (1, 1, 2, 1))[:, :, :3], k, v, d_out, decays, states, None)
+        decayed_attention_backward(BackwardArguments(jnp.tile(q, (1, 1, 2, 1))[:, :, :3], k, v, d_out, decays, states))

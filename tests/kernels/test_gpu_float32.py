@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmix
-from jaxmix_kernels.decays import CHUNK, SIZES
+from jaxmix_kernels.decays import CHUNK, SIZES, BackwardArguments
 from jaxmix_kernels.gpu_operands import halve, join
 from jaxmix_kernels.linear_attention.gpu import decayed_attention
 from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
@@ -94,9 +94,9 @@ def test_backward_equals_the_reference_without_races(name):
     states = in_float64(reference.decayed_attention, q, k, v, decays, initial, states=True).states
     states = jnp.asarray(states, F32)
     with gpu_checks.races_forbidden() as interpret:
-        actual = decayed_attention_backward(q, k, v, d_out, decays, states, d_final, interpret=interpret)
-    expected = in_float64(reference.decayed_attention_backward, q, k, v, d_out, decays, states, d_final)
-    assert_gradients_close(actual, expected)
+        given = BackwardArguments(q, k, v, d_out, decays, states, d_final)
+        actual = decayed_attention_backward(given, interpret=interpret)
+    assert_gradients_close(actual, in_float64(reference.decayed_attention_backward, given))
 
 
 def test_keys_that_are_values_and_gradients_that_are_added():
@@ -104,10 +104,10 @@ def test_keys_that_are_values_and_gradients_that_are_added():
     d_final = jax.random.normal(jax.random.key(1), initial.shape)
     more_dq, more_dk = d_out[:, ::-1], 2 * d_out
     states = jnp.asarray(in_float64(reference.decayed_attention, q, k, k, decays, initial, states=True).states, F32)
-    arrays = q, k, None, d_out, decays, states, d_final, more_dq, more_dk
+    given = BackwardArguments(q, k, None, d_out, decays, states, d_final, more_dq, more_dk)
     with gpu_checks.races_forbidden() as interpret:
-        actual = decayed_attention_backward(*arrays, interpret=interpret)
-    assert_gradients_close(actual, in_float64(reference.decayed_attention_backward, *arrays))
+        actual = decayed_attention_backward(given, interpret=interpret)
+    assert_gradients_close(actual, in_float64(reference.decayed_attention_backward, given))
 
 
 def test_hla2_equals_the_serial_form_with_every_gradient():
@@ -130,7 +130,7 @@ def test_every_size_lowers_for_a_gpu(key_size, value_size):
     q, k, v, decays, initial, d_out = shapes(key_size, value_size)
     gpu_checks.lower(functools.partial(decayed_attention, states=True), q, k, v, decays, initial)
     states = jax.ShapeDtypeStruct((1, 4, 8, key_size, value_size), F32)
-    gpu_checks.lower(decayed_attention_backward, q, k, v, d_out, decays, states, initial)
+    gpu_checks.lower(decayed_attention_backward, BackwardArguments(q, k, v, d_out, decays, states, initial))
 
 
 @pytest.mark.parametrize(("name", "links"), [("linear_attention", 1), ("hla2", 2), ("hla3", 3)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmix_kernels import tpu_tiles
-from jaxmix_kernels.decays import CHUNK, BackwardResult
+from jaxmix_kernels.decays import CHUNK, BackwardArguments, BackwardResult
 from jaxmix_kernels.linear_attention.tpu_backward import decayed_attention_backward
 from jaxmix_kernels.linear_attention.vjp import linear_attention
 from tests.kernels import backward, tpu_checks
@@ -29,18 +29,18 @@ def _short_steps(monkeypatch):
     monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", {"bfloat16": 2, "float32": 1})
 
 
-def _by_tile(states):
-    """The states before every second chunk: those that the kernel reads."""
-    return states[:, :, ::2]
+def _by_tile(given):
+    """With the states before every second chunk: those that the kernel reads."""
+    return given._replace(states=given.states[:, :, ::2])
 
 
 @pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
 def test_equals_the_reference(name, dtype):
     q, k, v, d_out, decays, initial, d_final = backward.draw(**backward.CASES[name], dtype=jnp.dtype(dtype))
     d_final = None if name == backward.ONE_CHUNK else d_final
-    expected, states = backward.expect(q, k, v, d_out, decays, initial, d_final)
+    expected, given = backward.expect(q, k, v, d_out, decays, initial, d_final)
     kernel = jax.jit(functools.partial(decayed_attention_backward, interpret=True))
-    actual = kernel(q, k, v, d_out, decays, _by_tile(states), d_final)
+    actual = kernel(_by_tile(given))
     assert actual.dq.dtype == actual.dk.dtype == actual.dv.dtype == q.dtype
     assert_close(actual, expected, TOLERANCES[dtype], floor=backward.FLOOR)
 
@@ -50,9 +50,9 @@ def test_keys_that_are_values_and_gradients_that_are_added(dtype):
     options = {"decay": "weak", "key_size": 64, "value_size": 64, "dtype": jnp.dtype(dtype)}
     q, k, _, d_out, decays, initial, d_final = backward.draw(**options)
     more = d_out[:, ::-1], 2 * d_out
-    expected, states = backward.expect(q, k, None, d_out, decays, initial, d_final, *more)
+    expected, given = backward.expect(q, k, None, d_out, decays, initial, d_final, *more)
     kernel = jax.jit(functools.partial(decayed_attention_backward, interpret=True))
-    actual = kernel(q, k, None, d_out, decays, _by_tile(states), d_final, *more)
+    actual = kernel(_by_tile(given))
     assert actual.dv is None
     assert_close(actual, expected, TOLERANCES[dtype])
 
@@ -79,16 +79,17 @@ def test_gradients_of_a_call_come_from_the_states_that_it_keeps_without_races(mo
 def test_lowers_for_a_tpu(dtype, sizes):
     for options in ({}, {"decay": None, "segments": False}):
         arguments = backward.shapes(*sizes, **options, dtype=jnp.dtype(dtype))
-        tpu_checks.lower(decayed_attention_backward, *arguments)
+        tpu_checks.lower(decayed_attention_backward, arguments)
         if sizes[0] == sizes[1]:
-            q, k, _, *others = arguments
-            tpu_checks.lower(decayed_attention_backward, q, k, None, *others, q, q)
+            same = arguments._replace(v=None, more_dq=arguments.q, more_dk=arguments.q)
+            tpu_checks.lower(decayed_attention_backward, same)
 
 
 def test_refuses_what_it_cannot_serve():
     q, k, v, d_out, decays, initial, _ = backward.draw(**backward.CASES[backward.ONE_CHUNK])
     states = jnp.zeros((*initial.shape[:2], 1, *initial.shape[2:]), q.dtype)
     with pytest.raises(NotImplementedError, match="all bfloat16 or all float32"):
-        decayed_attention_backward(q, k, v, d_out.astype(jnp.float32), decays, states, None)
+        decayed_attention_backward(BackwardArguments(q, k, v, d_out.astype(jnp.float32), decays, states))
+    narrow = BackwardArguments(q[..., :16], k[..., :16], v, d_out, decays, states[..., :16, :])
     with pytest.raises(NotImplementedError, match="head sizes"):
-        decayed_attention_backward(q[..., :16], k[..., :16], v, d_out, decays, states[..., :16, :], None)
+        decayed_attention_backward(narrow)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays
+from jaxmix_kernels.decays import CHUNK, BackwardArguments, BackwardResult, ChunkDecays
 from jaxmix_kernels.gpu_chunks import (
     COLUMNS,
     LARGEST_GRID,
@@ -42,32 +42,11 @@ from jaxmix_kernels.linear_attention.gpu_backward_program import ADDED, WARPGROU
 Array = jax.Array
 
 
-def decayed_attention_backward(
-    q: Array,
-    k: Array,
-    v: Array | None,
-    d_out: Array,
-    decays: ChunkDecays | None,
-    states: Array,
-    d_final: Array | None,
-    more_dq: Array | None = None,
-    more_dk: Array | None = None,
-    *,
-    interpret: Any = False,
-) -> BackwardResult:
-    """Gradients of `decayed_attention(q, k, v, decays, initial)`, forward in time, for each head.
+def decayed_attention_backward(arguments: BackwardArguments, *, interpret: Any = False) -> BackwardResult:
+    """Gradients of a decayed attention for each head.
 
     Args:
-        q: queries [B, T, H, D], bfloat16 or float32, as all operands; T is a multiple of `CHUNK`. Head h of H, the
-            largest head count, reads head h // (H / Hx) of every array.
-        k: keys [B, T, Hk, D].
-        v: values [B, T, Hv, E]; None where they are the keys.
-        d_out: gradient of the outputs, [B, T, H, E].
-        decays: decays and segments; None for neither.
-        states: state before every chunk, [B, Hs, N, D, E], as `decayed_attention(..., states=True)` gives it.
-        d_final: gradient of the final state, [B, Hf, D, E], float32; None for zeros.
-        more_dq: is added to dq, [B, T, H, D].
-        more_dk: is added to dk, likewise, for every one of H heads.
+        arguments: see `BackwardArguments`.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
 
     Returns:
@@ -77,11 +56,12 @@ def decayed_attention_backward(
         NotImplementedError: the kernel does not take these dtypes or sizes.
         ValueError: the tokens do not fill chunks, or a head count does not divide another.
     """
+    q, k, v, d_out, decays, states, d_final, *added = arguments
     same, values = v is None, k if v is None else v
     key_size, value_size = q.shape[3], values.shape[3]
     refuse([q, k, values, d_out, states], key_size, value_size, DTYPES)
     given: dict[str, Array] = {"q": q, "k": k, "v": values, "d_out": d_out, "x": states}
-    more = {name: x for name, x in zip(ADDED, (more_dq, more_dk), strict=True) if x is not None}
+    more = {name: x for name, x in zip(ADDED, added, strict=True) if x is not None}
     # At other sizes blocks of columns are summed afterwards anyway, or there is no room for them on the chip, as there
     # is none in float32.
     same_inside = same and key_size == value_size == COLUMNS

@@ -1,11 +1,12 @@
 """Decayed linear attention of a target, over `jax.vmap` and several devices, and the states that pieces start from."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmix_kernels.decays import BackwardResult, ChunkDecays, Result
+from jaxmix_kernels.decays import BackwardArguments, BackwardResult, ChunkDecays, Result
 from jaxmix_kernels.linear_attention.partition import spread
 from jaxmix_kernels.linear_attention.pieces import split_decays, starts_of_pieces
 from jaxmix_kernels.target import Target
@@ -27,22 +28,13 @@ def attend(
     return spread(kernel, (a, b, c, decays, initial), (2, 2, 2, 1, 1), (2, 1, 1), splits=target.splits)
 
 
-def gradients(
-    target: Target,
-    q: Array,
-    k: Array,
-    v: Array | None,
-    d_out: Array,
-    decays: ChunkDecays | None,
-    states: Array,
-    d_final: Array,
-    more_dq: Array | None,
-    more_dk: Array | None,
-) -> BackwardResult:
+def gradients(target: Target, arguments: BackwardArguments) -> BackwardResult:
     """`target.decayed_attention_backward`."""
-    arrays = q, k, v, d_out, decays, states, d_final, more_dq, more_dk
-    kernel, axes = target.decayed_attention_backward, (2, 2, 2, 2, 1, 1, 1, 2, 2)
-    return spread(kernel, arrays, axes, (2, 2, 2, 1, 1), splits=target.splits)
+
+    def kernel(*arrays: Any) -> BackwardResult:
+        return target.decayed_attention_backward(BackwardArguments(*arrays))
+
+    return spread(kernel, arguments, (2, 2, 2, 2, 1, 1, 1, 2, 2), (2, 2, 2, 1, 1), splits=target.splits)
 
 
 def piece_starts(

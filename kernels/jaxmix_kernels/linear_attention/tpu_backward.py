@@ -23,36 +23,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxmix_kernels import tpu_tiles
-from jaxmix_kernels.decays import CHUNK, Array, BackwardResult, ChunkDecays
+from jaxmix_kernels.decays import CHUNK, Array, BackwardArguments, BackwardResult
 from jaxmix_kernels.tpu_tiles import TILE, Decays, Walk, product
 
 
-def decayed_attention_backward(
-    q: Array,
-    k: Array,
-    v: Array | None,
-    d_out: Array,
-    decays: ChunkDecays | None,
-    states: Array,
-    d_final: Array | None,
-    more_dq: Array | None = None,
-    more_dk: Array | None = None,
-    *,
-    interpret: Any = False,
-) -> BackwardResult:
-    """Gradients of `decayed_attention(q, k, v, decays, initial)` for each head.
+def decayed_attention_backward(arguments: BackwardArguments, *, interpret: Any = False) -> BackwardResult:
+    """Gradients of a decayed attention for each head.
 
     Args:
-        q: queries [B, T, H, D], bfloat16 or float32, all arrays of tokens alike; T is a multiple of the chunk length.
-            Head h of H, the largest head count, reads head h // (H / Hx) of every array.
-        k: keys [B, T, Hk, D].
-        v: values [B, T, Hv, E]; None where they are the keys.
-        d_out: gradient of the outputs, [B, T, H, E].
-        decays: decays and segments; None for neither.
-        states: state before every tile, [B, Hs, N', D, E], as `decayed_attention(..., states=True)` gives it.
-        d_final: gradient of the final state, [B, Hf, D, E], float32; None for zeros.
-        more_dq: is added to dq, [B, T, H, D].
-        more_dk: is added to dk, likewise, for every one of H heads.
+        arguments: see `BackwardArguments`.
         interpret: as of `pl.pallas_call`.
 
     Returns:
@@ -61,7 +40,8 @@ def decayed_attention_backward(
     Raises:
         NotImplementedError: for dtypes, head sizes or lengths without a kernel.
     """
-    named = {"q": q, "k": k, "v": v, "d_out": d_out, "more_dq": more_dq, "more_dk": more_dk}
+    q, _, v, d_out, decays, states, d_final, *_ = arguments
+    named = {name: getattr(arguments, name) for name in ("q", "k", "v", "d_out", "more_dq", "more_dk")}
     arrays = [x for x in named.values() if x is not None]
     tpu_tiles.check_arrays("decayed_attention_backward", *arrays)
     batch, length, _, key_size = q.shape

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmix_kernels.decays import CHUNK, BackwardResult, ChunkDecays, Result
+from jaxmix_kernels.decays import CHUNK, BackwardArguments, BackwardResult, ChunkDecays, Result
 from jaxmix_kernels.linear_attention.pieces import (
     choose_pieces,
     join_chunks,
@@ -235,7 +235,8 @@ def _gradients(
     # Heads that share a final state share its gradient, so that their sum is whole.
     d_final = d_final.astype(_state_dtype(values)) / (q.shape[2] // d_final.shape[1])
     inside = more_dk if k.shape[2] == q.shape[2] else None
-    by_head = _by_head(plan, q, k, v, d_out.astype(values.dtype), decays, states, d_final, more_dq, inside)
+    d_out = d_out.astype(values.dtype)
+    by_head = _by_head(plan, BackwardArguments(q, k, v, d_out, decays, states, d_final, more_dq, inside))
     d_steps = None
     if steps is not None:
         assert by_head.d_steps is not None
@@ -252,27 +253,14 @@ def _gradients(
     )
 
 
-def _by_head(
-    plan: _Plan,
-    q: Array,
-    k: Array,
-    v: Array | None,
-    d_out: Array,
-    decays: ChunkDecays | None,
-    states: Array,
-    d_final: Array,
-    more_dq: Array | None,
-    more_dk: Array | None,
-) -> BackwardResult:
+def _by_head(plan: _Plan, arguments: BackwardArguments) -> BackwardResult:
     """Gradients for each of H heads, in the pieces of the forward pass."""
-    pieces = plan.pieces
-    arrays = q, k, v, d_out, more_dq, more_dk
-    qs, ks, vs, ds, *more = (None if x is None else split_tokens(x, pieces) for x in arrays)
-    assert qs is not None
-    assert ks is not None
-    assert ds is not None
-    ends = piece_ends(plan.target, qs, ds, decays, d_final, pieces)
-    result = gradients(plan.target, qs, ks, vs, ds, split_decays(decays, pieces), states, ends, *more)
+    pieces, decays = plan.pieces, arguments.decays
+    tokens = {name: getattr(arguments, name) for name in ("q", "k", "v", "d_out", "more_dq", "more_dk")}
+    cut = {name: split_tokens(x, pieces) for name, x in tokens.items() if x is not None}
+    assert arguments.d_final is not None
+    ends = piece_ends(plan.target, cut["q"], cut["d_out"], decays, arguments.d_final, pieces)
+    result = gradients(plan.target, arguments._replace(**cut, decays=split_decays(decays, pieces), d_final=ends))
     return BackwardResult(
         join_pieces(result.dq, pieces),
         join_pieces(result.dk, pieces),
