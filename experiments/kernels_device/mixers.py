@@ -98,14 +98,17 @@ def beside(state: Any) -> dict[str, jax.Array]:
 
 
 def size_of(x: jax.Array) -> jax.Array:
-    """Root mean square; a tiny number for an array of zeros, so that arrays which vanish in both agree."""
+    """Root mean square; a tiny number for an array of zeros."""
     return jnp.sqrt(jnp.mean(x.astype(jnp.float32) ** 2)) + 1e-30
 
 
 def error(actual: jax.Array, expected: jax.Array, size: jax.Array | None = None) -> float:
-    """Root mean square of the difference over that of `size`, which is `expected` if not given."""
-    difference = actual.astype(jnp.float32) - expected.astype(jnp.float32)
-    return float((size_of(difference) - 1e-30) / size_of(expected if size is None else size))
+    """Root mean square of the difference over that of `size`, which is `expected` if not given.
+
+    Arrays that vanish in both agree.
+    """
+    wide = [np.asarray(x, np.float64) for x in (actual, expected, expected if size is None else size)]
+    return float(np.sqrt(np.mean((wide[0] - wide[1]) ** 2)) / max(np.sqrt(np.mean(wide[2] ** 2)), 1e-30))
 
 
 def check(names: list[str], lengths: list[int] | None, narrow: Any) -> None:

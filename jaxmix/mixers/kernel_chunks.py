@@ -163,8 +163,11 @@ def _by_head(log_decay: Array | None, run: Array | None, dtype: Dtype) -> tuple[
         sums = jax.tree.map(lambda x: x[0, :, 0], sums)
         return sums, (start[0, :, 0, :, 0], end[0, :, 0, :, 0], kept[0, :, 0, 0, 0])
 
-    heads_first = None if log_decay is None else jnp.swapaxes(log_decay, 1, 2)
-    axis_size = 1 if log_decay is None else log_decay.shape[2]
+    heads_first, axis_size = None, 1
+    if log_decay is not None:
+        # Below this a step leaves nothing either way. Kernels that read a sum as one number tell later steps apart.
+        heads_first = jnp.maximum(jnp.swapaxes(log_decay, 1, 2), 1.5 * jnp.log(jnp.finfo(dtype).tiny))
+        axis_size = log_decay.shape[2]
     return jax.vmap(jax.vmap(cut, in_axes=(0, None), axis_size=axis_size))(heads_first, run)
 
 

@@ -15,6 +15,8 @@ CHUNK = 64
 """Tokens per chunk of every kernel, C."""
 SIZES = (32, 64, 128)
 """Key and value sizes that the kernels have."""
+DTYPES = ("bfloat16", "float32")
+"""Dtypes of queries, keys and values that they take."""
 
 
 @jax.tree_util.register_dataclass
@@ -23,8 +25,9 @@ class ChunkDecays:
     """Decays inside and across the chunks, float32, and segment borders.
 
     The log decay accumulated from the start of its chunk and segment to each token, itself included, is `high + low`,
-    two numbers so that differences of large sums stay exact. From token s to token t >= s of one chunk and segment it
-    is (high_t - high_s) + (low_t - low_s) <= 0; before a border the difference may be positive, so mask before exp.
+    two numbers so that differences of large sums stay exact; bfloat16 kernels on Hopper read `high` alone. From token s
+    to token t >= s of one chunk and segment it is (high_t - high_s) + (low_t - low_s) <= 0; before a border the
+    difference may be positive, so mask before exp.
 
     Attributes:
         high: rounded log decays from the start, natural log, [B, Hd, N, C].

@@ -64,8 +64,8 @@ def layout_of_tiles(width: int, dtype: Any) -> tuple[Any, ...]:
 def decay_arrays(decays: ChunkDecays, dtype: Any) -> dict[str, Array]:
     """`VECTORS` and `kept`, as far as a kernel with operands of that dtype reads them.
 
-    `low` is what log decays gain beyond float32. In bfloat16 it is left out: where sums of log decays in a chunk reach
-    thousands, decays are 5e-4 off without it, and operands are by more.
+    In bfloat16 that is all but `low`. Where log decays accumulated in a chunk reach thousands, a decay to some power is
+    then up to 1e-3 times the power off, and operands by more. The caller bounds the log decay of a step.
     """
     names = [name for name in (*VECTORS, "kept") if name != "low" or dtype != jnp.bfloat16]
     return {name: getattr(decays, name) for name in names if getattr(decays, name) is not None}
@@ -235,7 +235,7 @@ def attend_chunk(
 
 
 def masked(scores: Array, vectors: dict[str, Any], *, power: int = 1) -> Array:
-    """M^power * scores, [C, C]; M from `high`, `low` and `run` of the chunk, or causal without them."""
+    """M^power * scores, [C, C]; M from `high`, perhaps `low`, and `run` of the chunk, or causal without them."""
     return masked_together([scores], vectors, power=power)[0]
 
 

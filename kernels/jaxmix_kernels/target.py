@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmix_kernels.decays import SIZES, BackwardArguments, BackwardResult, Result
+from jaxmix_kernels.decays import DTYPES, SIZES, BackwardArguments, BackwardResult, Result
 
-_DTYPES = {"gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
 _PROGRAMS = {"gpu": 132, "tpu": 1}
 
 
@@ -29,7 +28,7 @@ class Target:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Names of the dtypes of operands that the kernels take."""
-        return _DTYPES[self.platform]
+        return DTYPES
 
     @property
     def programs(self) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxmix_kernels.decays import CHUNK, SIZES, Array, ChunkDecays
+from jaxmix_kernels.decays import CHUNK, DTYPES, SIZES, Array, ChunkDecays
 
 TILE = 2 * CHUNK
 """Tokens that a kernel works on at a time: two chunks, which fill the 128 lanes of a TPU's registers."""
@@ -32,8 +32,8 @@ Parts = dict[str, Part]
 def check_arrays(name: str, *arrays: Array) -> None:
     """Raises if a kernel cannot serve the arrays [B, T, H', D]."""
     dtypes = {x.dtype for x in arrays}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
+    if len(dtypes) > 1 or not all(str(dtype) in DTYPES for dtype in dtypes):
+        found = ", ".join(sorted(map(str, dtypes)))
         raise NotImplementedError(f"{name}: the TPU kernel takes arrays all bfloat16 or all float32, not {found}")
     for x in arrays:
         if x.shape[3] not in SIZES:
@@ -327,11 +327,6 @@ def outer(b: list[Array], c: list[Array], decays: list[Decays]) -> list[Array]:
         x = x.T if d.leave is None else (d.leave * x.T.astype(jnp.float32)).astype(x.dtype)
         sums.append(product(x, y, (1, 0)))
     return sums
-
-
-def rounded(x: list[Array], like: list[Array]) -> list[Array]:
-    """Results of one attention as operands of the next, in the dtype of `like`."""
-    return [y.astype(like[0].dtype) for y in x]
 
 
 def write(walk: Walk, x: Any, tiles: list[Array]) -> None:

@@ -55,13 +55,13 @@ def _states(*arrays):
     return reference.decayed_attention(*arrays, states=True).states
 
 
-def shapes(key_size, value_size, **options):
-    """Shapes of arguments with the states before eight chunks or pairs of them."""
+def shapes(key_size, value_size, *, states_every=CHUNK, **options):
+    """Shapes of arguments of 512 tokens, with states before as many tokens each."""
     options = {"batch": 1, "tokens": 512, "heads": 4, "b_heads": 2, "dtype": jnp.bfloat16, **options}
 
     def case():
         return reference.random_case(key_size=key_size, value_size=value_size, **options)
 
     q, k, v, decays, initial, d_out = jax.eval_shape(case)
-    states = jax.ShapeDtypeStruct((1, 4, 8, key_size, value_size), q.dtype)
+    states = jax.ShapeDtypeStruct((1, 4, 512 // states_every, key_size, value_size), q.dtype)
     return BackwardArguments(q, k, v, d_out, decays, states, initial)

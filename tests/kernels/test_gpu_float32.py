@@ -17,6 +17,7 @@ from tests.contract.agreement import F32
 from tests.contract.spec import SERIAL, Form, draw_case, evaluate
 from tests.kernels import gpu_checks, reference
 from tests.kernels.by_kernel import by_kernel
+from tests.kernels.targets import OneDevice
 from tests.mixers import test_hla2
 from tests.tolerances import FORMS, HALVES, assert_close, rms_ratio
 
@@ -35,12 +36,6 @@ BACKWARD = {
     "neither decay nor segments": {"decay": None, "segments": False, "key_size": 64, "tokens": 2 * CHUNK},
     "two blocks of columns": {"decay": "weak", "key_size": 128, "value_size": 128},
 }
-
-
-class OneDevice(Target):
-    """The interpreter calls back in order, which no compiler splits over devices."""
-
-    splits = False
 
 
 def draw(**options):

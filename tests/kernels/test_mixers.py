@@ -18,7 +18,7 @@ from tests.contract.agreement import BF16, F32
 from tests.contract.programs import largest_collective
 from tests.contract.spec import SERIAL, Form, draw_case, evaluate
 from tests.kernels.by_kernel import by_kernel
-from tests.kernels.targets import ReferenceTarget
+from tests.kernels.targets import OneDevice, ReferenceTarget
 from tests.mixers import test_hla2, test_hla3, test_linear_attention
 from tests.tolerances import FORMS, assert_close
 
@@ -42,6 +42,27 @@ def test_the_tpu_kernel_equals_the_serial_form_with_every_gradient(mixer, dtype)
     case = draw_case(spec, variant, 70, segment_ids=DOCUMENTS)
     expected = evaluate(spec, variant, spec.rounded(case, dtype), SERIAL)
     assert_close(evaluate(ours, variant, case, Form("scan"), dtype), expected, FORMS[dtype])
+
+
+def test_after_a_decay_to_nothing_those_that_follow_are_still_told_apart_on_a_gpu():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (jax.random.normal(key, (1, 64, 1, 32), BF16) for key in keys[:3])
+    weights = jax.random.normal(jax.random.key(1), v.shape, BF16).astype(F32)
+    log_decay = (-0.1 * jax.random.uniform(keys[3], (1, 64, 1))).at[0, 20].set(-1e9)
+
+    def loss(arrays, implementation):
+        out, state = linear_attention(*arrays, implementation=implementation)
+        return jnp.sum(weights * out) + jnp.sum(state.P), out
+
+    def run(implementation, dtype):
+        arrays = *(x.astype(dtype) for x in (q, k, v)), log_decay
+        return jax.device_get(
+            jax.jit(jax.grad(functools.partial(loss, implementation=implementation), has_aux=True))(arrays)
+        )
+
+    with using_target(OneDevice("gpu", interpret=True)):
+        actual = run("pallas", BF16)
+    assert_close(actual, run("scan", F32), FORMS[BF16])
 
 
 def mix(inputs, target=INTERPRETED):

@@ -78,7 +78,7 @@ def test_gradients_of_a_call_come_from_the_states_that_it_keeps_without_races(mo
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (128, 128), (128, 32), (32, 64)], ids=str)
 def test_lowers_for_a_tpu(dtype, sizes):
     for options in ({}, {"decay": None, "segments": False}):
-        arguments = backward.shapes(*sizes, **options, dtype=jnp.dtype(dtype))
+        arguments = backward.shapes(*sizes, states_every=tpu_tiles.TILE, **options, dtype=jnp.dtype(dtype))
         tpu_checks.lower(decayed_attention_backward, arguments)
         if sizes[0] == sizes[1]:
             same = arguments._replace(v=None, more_dq=arguments.q, more_dk=arguments.q)
@@ -90,6 +90,8 @@ def test_refuses_what_it_cannot_serve():
     states = jnp.zeros((*initial.shape[:2], 1, *initial.shape[2:]), q.dtype)
     with pytest.raises(NotImplementedError, match="all bfloat16 or all float32"):
         decayed_attention_backward(BackwardArguments(q, k, v, d_out.astype(jnp.float32), decays, states))
+    with pytest.raises(ValueError, match="states: expected 1, one before every tile, got 2"):
+        decayed_attention_backward(BackwardArguments(q, k, v, d_out, decays, jnp.repeat(states, 2, axis=2)))
     narrow = BackwardArguments(q[..., :16], k[..., :16], v, d_out, decays, states[..., :16, :])
     with pytest.raises(NotImplementedError, match="head sizes"):
         decayed_attention_backward(narrow)

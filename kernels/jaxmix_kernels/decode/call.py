@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jaxmix_kernels.decays import SIZES
+from jaxmix_kernels.decays import DTYPES, SIZES
 from jaxmix_kernels.linear_attention.partition import spread
 from jaxmix_kernels.target import Target
 
@@ -12,8 +12,6 @@ Array = jax.Array
 
 MOST_HEADS = 8
 """Most query heads that share a state."""
-DTYPES = ("bfloat16", "float32")
-"""Dtypes of queries, keys and values."""
 
 
 def refusal(dtype: Any, key_size: int, value_size: int, heads: int = 1) -> str | None:

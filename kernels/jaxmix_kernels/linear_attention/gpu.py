@@ -12,7 +12,6 @@ takes the left operand of a product from shared memory only, and accumulators on
 follows it there; on a device P stays in registers and products accumulate in place.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmix_kernels.decays import CHUNK, ChunkDecays, Result
+from jaxmix_kernels.decays import CHUNK, DTYPES, ChunkDecays, Result
 from jaxmix_kernels.gpu_chunks import (
     COLUMNS,
     LARGEST_GRID,
@@ -41,23 +40,9 @@ from jaxmix_kernels.gpu_operands import LOW, Operand, halve, halves, join, parts
 
 Array = jax.Array
 
-DTYPES = ("bfloat16", "float32")
-"""Of the operands."""
-
 _SLOTS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """How the work is laid out; the results do not depend on it.
-
-    Attributes:
-        stages: chunks in flight between global and shared memory.
-        columns: value columns of one program, at most: 32 or 64.
-    """
-
-    stages: int = 2
-    columns: int = COLUMNS
+_STAGES = 2
+"""Chunks in flight between global and shared memory."""
 
 
 def decayed_attention(
@@ -71,11 +56,10 @@ def decayed_attention(
     outputs: bool = True,
     states: bool = False,
     interpret: Any = False,
-    tuning: Tuning | None = None,
 ) -> Result:
     """out_t = enter_t (a_t^T X) + sum_s M_ts (a_t . b_s) c_s, X = kept X + sum_s leave_s b_s c_s^T, chunk after chunk.
 
-    M_ts = exp((high_t - high_s) + (low_t - low_s)) for s <= t of one segment, else 0. Every head count divides H, the
+    M_ts is the decay from token s to token t >= s of one segment, else 0. Every head count divides H, the
     largest of them; head h reads head h // (H / Hx).
 
     Args:
@@ -89,7 +73,6 @@ def decayed_attention(
         outputs: False computes no outputs.
         states: asks for the state before every chunk.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
-        tuning: how the work is laid out; None for the default.
 
     Returns:
         out [B, T, H, E], final [B, H, D, E], states [B, H, N, D, E].
@@ -124,18 +107,18 @@ def decayed_attention(
     elif decays is not None:
         inputs |= {"leave": decays.enter if reverse else decays.leave, "kept": decays.kept}
     given = {name: x for name, x in inputs.items() if x is not None}
-    results = _call(given, heads, reverse, outputs, states, interpret, tuning or Tuning())
+    results = _call(given, heads, reverse, outputs, states, interpret)
     starts = join(results, "states")[:, :, :, :key_size] if states else None
     return Result(results.get("out"), results["final"][:, :, :key_size], starts)
 
 
 def _call(
-    given: dict[str, Array], heads: int, reverse: bool, outputs: bool, states: bool, interpret: Any, tuning: Tuning
+    given: dict[str, Array], heads: int, reverse: bool, outputs: bool, states: bool, interpret: Any
 ) -> dict[str, Array]:
     """Lays out the grid and the shared memory: final, out and states."""
     batch, tokens, _, key_size = given["b"].shape
     value_size, dtype = given["c"].shape[3], given["c"].dtype
-    columns = min(value_size, tuning.columns)
+    columns = min(value_size, COLUMNS)
     blocks, count = value_size // columns, tokens // CHUNK
     programs = batch * heads * blocks
     if programs > LARGEST_GRID:
@@ -169,7 +152,7 @@ def _call(
         heads=heads,
         columns=columns,
         reverse=reverse,
-        stages=tuning.stages,
+        stages=_STAGES,
         transforms=transforms,
     )
     kernel = plgpu.kernel(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmix_kernels.decays import CHUNK, BackwardArguments, BackwardResult, ChunkDecays
+from jaxmix_kernels.decays import CHUNK, DTYPES, BackwardArguments, BackwardResult, ChunkDecays
 from jaxmix_kernels.gpu_chunks import (
     COLUMNS,
     LARGEST_GRID,
@@ -36,7 +36,6 @@ from jaxmix_kernels.gpu_chunks import (
     refuse,
 )
 from jaxmix_kernels.gpu_operands import LOW, halve
-from jaxmix_kernels.linear_attention.gpu import DTYPES
 from jaxmix_kernels.linear_attention.gpu_backward_program import ADDED, WARPGROUPS, Plan, Program, head_axis
 
 Array = jax.Array

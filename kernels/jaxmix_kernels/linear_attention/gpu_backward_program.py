@@ -43,8 +43,8 @@ def head_axis(name: str) -> int:
 class Plan:
     """What is fixed when the kernel is traced; with `same`, values are the keys, and dv is added to dk.
 
-    Operands that are `wide` are float32, in two halves: then rings have fewer slots, nothing is added, and results go
-    from registers to global memory.
+    With `is_wide` operands are float32, in two halves: rings have fewer slots, nothing is added, and results go from
+    registers to global memory.
     """
 
     heads: int

@@ -26,6 +26,9 @@ from jaxmix_kernels import tpu_tiles
 from jaxmix_kernels.decays import CHUNK, Array, BackwardArguments, BackwardResult
 from jaxmix_kernels.tpu_tiles import TILE, Decays, Walk, product
 
+_PARTS = {"bfloat16": 2, "float32": 3}
+"""Numbers of eight bits that sums over pairs are taken from, by the dtype of the operands."""
+
 
 def decayed_attention_backward(arguments: BackwardArguments, *, interpret: Any = False) -> BackwardResult:
     """Gradients of a decayed attention for each head.
@@ -44,12 +47,16 @@ def decayed_attention_backward(arguments: BackwardArguments, *, interpret: Any =
     named = {name: getattr(arguments, name) for name in ("q", "k", "v", "d_out", "more_dq", "more_dk")}
     arrays = [x for x in named.values() if x is not None]
     tpu_tiles.check_arrays("decayed_attention_backward", *arrays)
+    if states.dtype != q.dtype:
+        raise NotImplementedError(f"states: expected the dtype of q, {q.dtype}, got {states.dtype}")
     batch, length, _, key_size = q.shape
     value_size, dtype = d_out.shape[3], q.dtype
     heads = [x.shape[2] for x in arrays] + [states.shape[1]]
     heads += [] if decays is None else [decays.enter.shape[1]]
     heads += [] if d_final is None else [d_final.shape[1]]
     walk = Walk(batch, max(heads), length // CHUNK, dtype, True, segments=tpu_tiles.segmented(decays))
+    if states.shape[2] != walk.tiles:
+        raise ValueError(f"states: expected {walk.tiles}, one before every tile, got {states.shape[2]}")
     inputs = {name: walk.tokens(x) for name, x in named.items()}
     inputs |= {"rows": walk.rows(decays), "states": walk.states(states), "d_final": walk.state(d_final)}
     result = walk.call(
@@ -64,7 +71,7 @@ def decayed_attention_backward(arguments: BackwardArguments, *, interpret: Any =
         },
         [pltpu.VMEM((key_size, value_size), jnp.float32)],
         products=TILE * (TILE * (3 * key_size + 2 * value_size) + 4 * key_size * value_size)
-        + (0 if decays is None else TILE * TILE * TILE),
+        + (0 if decays is None else _PARTS[str(dtype)] * TILE * TILE * TILE),
         interpret=interpret,
         name="decayed_attention_backward",
     )
@@ -146,7 +153,7 @@ def _inside(q: Array, k: Array, v: Array, d_out: Array, state: Array, decays: De
     if decays.enter is not None:
         dq, entering = decays.enter * dq, (decays.enter * d_out.astype(jnp.float32)).astype(dtype)
         # Sixteen bits are enough where what the pairs are made of has eight.
-        before = _before(d_weights * scores, parts=2 if dtype == jnp.bfloat16 else 3)
+        before = _before(d_weights * scores, parts=_PARTS[str(dtype)])
         spans = before + jnp.sum(dq * q.astype(jnp.float32), axis=1, keepdims=True)
     return _Inside(
         dq + product(rounded, k, (1, 0)),

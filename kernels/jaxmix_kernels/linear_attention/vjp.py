@@ -40,7 +40,7 @@ class _Plan:
 class _Arrays(NamedTuple):
     """Whole pieces of chunks, of sizes that the kernels have; `steps` are those that `decays` comes from.
 
-    There is no v, but in a forward pass, where values are the keys.
+    v is None where values are the keys, in a backward pass only.
     """
 
     q: Array | None
@@ -117,8 +117,8 @@ def known_gradients(
         v: values; None where they are the keys, the gradient of which is then that of both.
         decays: decays.
         initial: the state before the first token.
-        states: the states that its kernel kept, [B, H', N, D', E'], H' a divisor of H, of whole chunks and of sizes
-            that the kernels have.
+        states: the states that its kernel kept, [B, H', N, D', E'], H' a divisor of H, before each chunk or tile of
+            two, of sizes that the kernels have.
         d_out: gradient of the outputs.
         d_final: gradient of the final state.
         more_dq: is added to the gradient of q.
