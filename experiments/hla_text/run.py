@@ -72,6 +72,7 @@ def mixers_and_inputs(model: Decoder, tokens: Array) -> Iterator[tuple[Recurrent
         definition, stacked = nnx.split(group)
         for i in range(jax.tree.leaves(stacked)[0].shape[0]):
             for block in nnx.merge(definition, jax.tree.map(lambda y, i=i: y[i], stacked)).blocks:
+                assert isinstance(block.mixer, RecurrentMixer)
                 yield block.mixer, block.mixer_norm(x)
                 x, _ = block(x, None, None, None)
 
@@ -97,8 +98,8 @@ def recent_energy(weights: Array, recent: int) -> np.ndarray:
 
 def effective_ranks(out: Array) -> np.ndarray:
     """Effective ranks of unit-length outputs [B, T, H, E], [H]; the first quarter of a window is left out."""
-    out = np.moveaxis(np.asarray(out, np.float64)[:, out.shape[1] // 4 :], 2, 1)
-    unit = out / np.linalg.norm(out, axis=-1, keepdims=True)
+    by_head = np.moveaxis(np.asarray(out, np.float64)[:, out.shape[1] // 4 :], 2, 1)
+    unit = by_head / np.linalg.norm(by_head, axis=-1, keepdims=True)
     parts = np.square(np.linalg.svd(unit, compute_uv=False))
     parts /= parts.sum(axis=-1, keepdims=True)
     return np.exp(-np.sum(parts * np.log(parts + 1e-30), axis=-1)).mean(axis=0)
