@@ -23,7 +23,7 @@ def family_of_published(fields: dict[str, Any]) -> Family:
         fail("config.json: architectures", "a list of one class", repr(named))
     if named[0] not in FAMILIES:
         raise NotImplementedError(
-            f"config.json: architectures: expected one of {', '.join(FAMILIES)}, got {named[0]!r}"
+            f"config.json: architectures: expected one of {', '.join(sorted(FAMILIES))}, got {named[0]!r}"
         )
     return FAMILIES[named[0]]
 
