@@ -112,11 +112,11 @@ def _reference(mixer: str, shape: Shape, *, gradients: bool) -> dict[str, np.nda
     heads = checked_part(mixer, shape)
     names = MIXERS[mixer].arguments
     given = tuple(x[-1:, :, heads[name]].astype(jnp.float32) for name, x in zip(names, work.arrays(0), strict=True))
-    cotangent = work.cotangent(0)[-1:, :, heads["out"]].astype(jnp.float32)
+    cotangent = work.cotangent(0)[-1:, :, heads["out"]].astype(jnp.float32) if gradients else None
 
     @_compiled
-    def run(given: tuple[Array, ...], cotangent: Array) -> dict[str, Array]:
-        if not gradients:
+    def run(given: tuple[Array, ...], cotangent: Array | None) -> dict[str, Array]:
+        if cotangent is None:
             return {"out": reference(mixer)(*given)}
         out, pull = jax.vjp(reference(mixer), *given)
         return {"out": out} | dict(zip(names, pull(cotangent), strict=True))

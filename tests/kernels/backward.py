@@ -1,9 +1,12 @@
 """What the kernels of all gradients of decayed linear attention are checked with, for either backend."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from jaxmix_kernels.decays import CHUNK, BackwardArguments
+from jaxmix_kernels.decays import CHUNK, BackwardArguments, BackwardResult
+from jaxmix_kernels.linear_attention.vjp import linear_attention
 from tests.kernels import reference
 
 # bfloat16 operands: products of numbers rounded at 2e-3 relative (RMS), and the results rounded once more.
@@ -53,6 +56,15 @@ def expect(q, k, v, d_out, decays, initial, d_final, *more):
 
 def _states(*arrays):
     return reference.decayed_attention(*arrays, states=True).states
+
+
+def of_call(target, q, k, v, d_out, decays, initial, d_final):
+    """Gradients of a call of linear attention, by its kernels of a target."""
+
+    def attend(q, k, v, initial, steps):
+        return linear_attention(q, k, v, dataclasses.replace(decays, steps=steps), initial, target=target)
+
+    return BackwardResult(*jax.vjp(attend, q, k, v, initial, decays.steps)[1]((d_out, d_final)))
 
 
 def shapes(key_size, value_size, *, states_every=CHUNK, **options):

@@ -1,14 +1,10 @@
 """The Hopper kernel of the gradients of decayed linear attention, interpreted on a CPU and lowered for a GPU."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmix_kernels.decays import CHUNK, BackwardArguments, BackwardResult
+from jaxmix_kernels.decays import CHUNK, BackwardArguments
 from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
-from jaxmix_kernels.linear_attention.vjp import linear_attention
 from tests.kernels import backward, gpu_checks
 from tests.kernels.targets import OneDevice
 from tests.tolerances import assert_close
@@ -39,17 +35,11 @@ def test_keys_that_are_values_and_gradients_that_are_added(size):
 
 def test_gradients_of_a_call_are_by_the_kernel_from_the_states_that_the_forward_kernel_keeps():
     case = backward.CASES["weak decays and segments"] | {"tokens": 2 * CHUNK}
-    q, k, v, d_out, decays, initial, d_final = backward.draw(**case)
-    expected, _ = backward.expect(q, k, v, d_out, decays, initial, d_final)
+    arrays = backward.draw(**case)
+    expected, _ = backward.expect(*arrays)
     with gpu_checks.races_forbidden() as interpret:
-        target = OneDevice("gpu", interpret=interpret)
-
-        def attend(q, k, v, initial, steps):
-            given = dataclasses.replace(decays, steps=steps)
-            return linear_attention(q, k, v, given, initial, target=target)
-
-        actual = jax.vjp(attend, q, k, v, initial, decays.steps)[1]((d_out, d_final))
-    assert_close(BackwardResult(*actual), expected, backward.BFLOAT16)
+        actual = backward.of_call(OneDevice("gpu", interpret=interpret), *arrays)
+    assert_close(actual, expected, backward.BFLOAT16)
 
 
 # A program has at most 64 columns of the values: E = 128 is E = 64 twice.

@@ -8,21 +8,18 @@ import numpy as np
 import pytest
 
 import jaxmix
-from jaxmix_kernels.decays import CHUNK, SIZES, BackwardArguments
+from jaxmix_kernels.decays import CHUNK, SIZES
 from jaxmix_kernels.gpu_operands import halve, join
 from jaxmix_kernels.linear_attention.gpu import decayed_attention
 from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
 from jaxmix_kernels.target import Target, using_target
 from tests.contract.agreement import F32
 from tests.contract.spec import SERIAL, Form, draw_case, evaluate
-from tests.kernels import gpu_checks, reference
+from tests.kernels import backward, gpu_checks, reference
 from tests.kernels.by_kernel import by_kernel
 from tests.kernels.targets import OneDevice
 from tests.mixers import test_hla2
 from tests.tolerances import FORMS, HALVES, assert_close, rms_ratio
-
-# Gradients that decay to the smallest numbers of float32 have few digits.
-FLOOR = 1e-20
 
 FORWARD = {
     "weak decays": {"decay": "weak", "segments": False, "key_size": 64},
@@ -30,12 +27,13 @@ FORWARD = {
     "neither decay nor segments": {"decay": None, "segments": False, "value_size": 32},
     "two blocks of columns": {"key_size": 128, "value_size": 128},
 }
-BACKWARD = {
-    "weak decays and segments": {"decay": "weak", "key_size": 64},
-    "mixed decays and segments": {"value_size": 32},
-    "neither decay nor segments": {"decay": None, "segments": False, "key_size": 64, "tokens": 2 * CHUNK},
-    "two blocks of columns": {"decay": "weak", "key_size": 128, "value_size": 128},
-}
+BACKWARD = (
+    "weak decays and segments",
+    "mixed decays and segments",
+    "neither decay nor segments",
+    "two blocks of columns",
+)
+"""Of `backward.CASES`."""
 
 
 def draw(**options):
@@ -50,7 +48,7 @@ def in_float64(function, *arrays, **options):
 
 
 def assert_gradients_close(actual, expected):
-    assert_close(actual._replace(d_steps=None), expected._replace(d_steps=None), HALVES, floor=FLOOR)
+    assert_close(actual._replace(d_steps=None), expected._replace(d_steps=None), HALVES, floor=backward.FLOOR)
     assert_close(actual.d_steps, expected.d_steps, FORMS[F32])
 
 
@@ -84,25 +82,17 @@ def test_final_state_in_reverse():
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_equals_the_reference_without_races(name):
-    q, k, v, decays, initial, d_out = draw(heads=1, **BACKWARD[name])
-    d_final = jax.random.normal(jax.random.key(1), initial.shape)
-    states = in_float64(reference.decayed_attention, q, k, v, decays, initial, states=True).states
-    states = jnp.asarray(states, F32)
+    expected, given = backward.expect(*backward.draw(**backward.CASES[name], dtype=F32))
     with gpu_checks.races_forbidden() as interpret:
-        given = BackwardArguments(q, k, v, d_out, decays, states, d_final)
-        actual = decayed_attention_backward(given, interpret=interpret)
-    assert_gradients_close(actual, in_float64(reference.decayed_attention_backward, given))
+        assert_gradients_close(decayed_attention_backward(given, interpret=interpret), expected)
 
 
 def test_keys_that_are_values_and_gradients_that_are_added():
-    q, k, _, decays, initial, d_out = draw(heads=1, decay="weak", key_size=64, tokens=2 * CHUNK)
-    d_final = jax.random.normal(jax.random.key(1), initial.shape)
-    more_dq, more_dk = d_out[:, ::-1], 2 * d_out
-    states = jnp.asarray(in_float64(reference.decayed_attention, q, k, k, decays, initial, states=True).states, F32)
-    given = BackwardArguments(q, k, None, d_out, decays, states, d_final, more_dq, more_dk)
+    options = {"decay": "weak", "key_size": 64, "tokens": 2 * CHUNK, "dtype": F32}
+    q, k, _, d_out, *others = backward.draw(**options)
+    expected, given = backward.expect(q, k, None, d_out, *others, d_out[:, ::-1], 2 * d_out)
     with gpu_checks.races_forbidden() as interpret:
-        actual = decayed_attention_backward(given, interpret=interpret)
-    assert_gradients_close(actual, in_float64(reference.decayed_attention_backward, given))
+        assert_gradients_close(decayed_attention_backward(given, interpret=interpret), expected)
 
 
 def test_hla2_equals_the_serial_form_with_every_gradient():
@@ -114,18 +104,13 @@ def test_hla2_equals_the_serial_form_with_every_gradient():
     assert_close(evaluate(ours, variant, case, Form("scan"), F32), expected, FORMS[F32])
 
 
-def shapes(key_size, value_size, **options):
-    options = {"batch": 1, "tokens": 512, "heads": 4, "b_heads": 2, "dtype": np.float32, **options}
-    return jax.eval_shape(functools.partial(draw, key_size=key_size, value_size=value_size, **options))
-
-
 @pytest.mark.parametrize("value_size", SIZES)
 @pytest.mark.parametrize("key_size", SIZES)
 def test_every_size_lowers_for_a_gpu(key_size, value_size):
-    q, k, v, decays, initial, d_out = shapes(key_size, value_size)
-    gpu_checks.lower(functools.partial(decayed_attention, states=True), q, k, v, decays, initial)
-    states = jax.ShapeDtypeStruct((1, 4, 8, key_size, value_size), F32)
-    gpu_checks.lower(decayed_attention_backward, BackwardArguments(q, k, v, d_out, decays, states, initial))
+    given = backward.shapes(key_size, value_size, dtype=F32)
+    forward = functools.partial(decayed_attention, states=True)
+    gpu_checks.lower(forward, given.q, given.k, given.v, given.decays, given.d_final)
+    gpu_checks.lower(decayed_attention_backward, given)
 
 
 @pytest.mark.parametrize(("name", "links"), [("linear_attention", 1), ("hla2", 2), ("hla3", 3)])

@@ -1,6 +1,5 @@
 """The TPU kernel of the gradients of decayed linear attention, interpreted on a CPU and lowered for a TPU."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmix_kernels import tpu_tiles
-from jaxmix_kernels.decays import CHUNK, BackwardArguments, BackwardResult
+from jaxmix_kernels.decays import CHUNK, BackwardArguments
 from jaxmix_kernels.linear_attention.tpu_backward import decayed_attention_backward
-from jaxmix_kernels.linear_attention.vjp import linear_attention
 from tests.kernels import backward, tpu_checks
 from tests.kernels.targets import OneDevice
 from tests.tolerances import FORMS, assert_close
@@ -60,18 +58,12 @@ def test_keys_that_are_values_and_gradients_that_are_added(dtype):
 def test_gradients_of_a_call_come_from_the_states_that_it_keeps_without_races(monkeypatch):
     monkeypatch.setattr(tpu_tiles, "TILES_PER_STEP", {"float32": 2})
     options = {"heads": 2, "b_heads": 1, "tokens": 5 * CHUNK, "value_size": 32, "dtype": np.float32}
-    q, k, v, d_out, decays, initial, d_final = backward.draw(**options)
-    expected, _ = backward.expect(q, k, v, d_out, decays, initial, d_final)
+    arrays = backward.draw(**options)
+    expected, _ = backward.expect(*arrays)
     with tpu_checks.races_forbidden() as interpret:
-        target = OneDevice("tpu", interpret=interpret)
-
-        def attend(q, k, v, initial, steps):
-            given = dataclasses.replace(decays, steps=steps)
-            return linear_attention(q, k, v, given, initial, target=target)
-
-        actual = jax.vjp(attend, q, k, v, initial, decays.steps)[1]((d_out, d_final))
+        actual = backward.of_call(OneDevice("tpu", interpret=interpret), *arrays)
     shared = expected._replace(dk=np.sum(expected.dk, axis=2, keepdims=True))
-    assert_close(BackwardResult(*actual), shared, TOLERANCES["float32"])
+    assert_close(actual, shared, TOLERANCES["float32"])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
