@@ -42,6 +42,7 @@ def decayed_attention_backward(arguments: BackwardArguments, *, interpret: Any =
 
     Raises:
         NotImplementedError: for dtypes, head sizes or lengths without a kernel.
+        ValueError: there is not one of the states before every tile.
     """
     q, _, v, d_out, decays, states, d_final, *_ = arguments
     named = {name: getattr(arguments, name) for name in ("q", "k", "v", "d_out", "more_dq", "more_dk")}
