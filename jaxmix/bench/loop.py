@@ -29,7 +29,7 @@ class LoopOptions:
 
     Attributes:
         runs: timed runs of the loop, of which the median and the quartiles are taken.
-        seconds: aim for one run of the loop.
+        seconds: aim for one run of the loop, or up to half as long, counted in calls from the host.
         longest: seconds of one call above which nothing is timed.
         most_calls: calls in one run of the loop.
     """
@@ -125,7 +125,9 @@ def time_step(
     if single > options.longest:
         raise TooLong(f"one call takes {single:.2g} s, more than {options.longest:g} s")
     wanted = options.seconds / max(single - _launch_seconds(), 5e-6)
-    rounds = max(1, math.ceil(min(wanted, options.most_calls) / len(sets)))
+    # A power of two, so that a cache of compiled programs has the loop of another run. The number cannot be an argument:
+    # a GPU then asks the host after every turn.
+    rounds = 1 << int(math.log2(max(1, min(wanted, options.most_calls) / len(sets))))
     moving, fixed = loop_arguments(sets)
     compiled = make_loop(step, sets=len(sets), rounds=rounds).lower(moving, fixed).compile()
     for _ in range(2):
