@@ -1,7 +1,7 @@
 """Checks the mixers over kernels against their float32 scan on the device, and times them forward and backward.
 
     PYTHONPATH=.:kernels python experiments/kernels_device/mixers.py [--only check|time] [--mixers M ...] [--lengths T]
-        [--dtype bfloat16|float32]
+        [--dtype bfloat16|float32] [--shape B T H D]
 
 An error is the root mean square of the difference over that of the scan, which gets the same numbers in float32. For G
 and h of hla2, which only ever leave S C and S m, it is over those products, since G and h are what cancelling leaves.
@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -139,8 +140,8 @@ def both(function: Any) -> Any:
     return jax.grad(loss, argnums=(0, 1, 2, 3))
 
 
-def measure(names: list[str], narrow: Any) -> None:
-    for batch, length, heads, size in TIMED:
+def measure(names: list[str], narrow: Any, shapes: Sequence[Sequence[int]]) -> None:
+    for batch, length, heads, size in shapes:
         print((batch, length, heads, size), flush=True)
         sets = []
         for seed in (0, 1):
@@ -171,12 +172,13 @@ def main() -> None:
     parser.add_argument("--mixers", nargs="+", choices=list(MIXERS), default=list(MIXERS))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of q, k and v")
     parser.add_argument("--lengths", type=int, nargs="+", help="check sequences of these lengths only")
+    parser.add_argument("--shape", type=int, nargs=4, action="append", metavar=tuple("BTHD"), help="time at this one")
     chosen = parser.parse_args()
     print(jax.__version__, jax.devices(), flush=True)
     if chosen.only != "time":
         check(chosen.mixers, chosen.lengths, jnp.dtype(chosen.dtype))
     if chosen.only != "check":
-        measure(chosen.mixers, jnp.dtype(chosen.dtype))
+        measure(chosen.mixers, jnp.dtype(chosen.dtype), chosen.shape or TIMED)
 
 
 if __name__ == "__main__":
