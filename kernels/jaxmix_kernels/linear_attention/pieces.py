@@ -99,8 +99,8 @@ def last_piece(x: Array, pieces: int, *, reverse: bool = False) -> Array:
 
 def starts_of_pieces(
     decays: ChunkDecays | None, added: Array, initial: Array, pieces: int, *, reverse: bool = False
-) -> Array:
-    """The state that every piece starts from, by a scan over pieces.
+) -> tuple[Array, Array]:
+    """The state that every piece starts from, and the one after the last piece walked, by a scan over pieces.
 
     Args:
         decays: of the whole sequences.
@@ -110,7 +110,7 @@ def starts_of_pieces(
         reverse: pieces are walked last to first.
 
     Returns:
-        States [B P, H, D, E].
+        States [B P, H, D, E] and [B, H, D, E].
     """
     heads = added.shape[1]
     added = jnp.moveaxis(added.reshape(-1, pieces, *added.shape[1:]), 1, 0)
@@ -128,5 +128,5 @@ def starts_of_pieces(
         return jnp.where(factor > 0, factor * state, 0) + added, state
 
     # On a GPU a loop starts kernels anew for every piece, which unrolled is fused into a few.
-    _, starts = jax.lax.scan(follow, initial, (kept, added), reverse=reverse, unroll=min(pieces, UNROLLED))
-    return jnp.moveaxis(starts, 0, 1).reshape(-1, *added.shape[2:])
+    final, starts = jax.lax.scan(follow, initial, (kept, added), reverse=reverse, unroll=min(pieces, UNROLLED))
+    return jnp.moveaxis(starts, 0, 1).reshape(-1, *added.shape[2:]), final

@@ -54,7 +54,7 @@ def piece_starts(
     if pieces == 1:
         return initial
     added = attend(target, None, repeat_heads(k, heads), v, split_decays(decays, pieces), None, outputs=False).final
-    return starts_of_pieces(decays, added, initial, pieces)
+    return starts_of_pieces(decays, added, initial, pieces)[0]
 
 
 def piece_ends(
@@ -74,7 +74,7 @@ def piece_ends(
         return d_final
     cut = split_decays(decays, pieces)
     added = attend(target, None, q, d_out, cut, None, reverse=True, outputs=False).final
-    return starts_of_pieces(decays, added, d_final, pieces, reverse=True)
+    return starts_of_pieces(decays, added, d_final, pieces, reverse=True)[0]
 
 
 def repeat_heads(x: Array, heads: int) -> Array:

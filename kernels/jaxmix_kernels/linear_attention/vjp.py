@@ -109,7 +109,7 @@ def known_gradients(
     more_dk: Array | None = None,
     target: Target,
 ) -> Gradients:
-    """Gradients of `linear_attention`, no time of which was cut, without running it.
+    """Gradients of `linear_attention` without running it, in the pieces in time that its states are of.
 
     Args:
         q: as of `linear_attention`, like k, decays and initial.
@@ -117,17 +117,17 @@ def known_gradients(
         v: values; None where they are the keys, the gradient of which is then that of both.
         decays: decays.
         initial: the state before the first token.
-        states: the states that its kernel kept, [B, H', N, D', E'], H' a divisor of H, before each chunk or tile of
-            two, of sizes that the kernels have.
+        states: the states that its kernel kept, [B P, H', N / P, D', E'], H' a divisor of H, before each chunk or tile
+            of two, of sizes that the kernels have; sequences were cut into P pieces of as many chunks each.
         d_out: gradient of the outputs.
         d_final: gradient of the final state.
         more_dq: is added to the gradient of q.
         more_dk: is added to that of k.
         target: what the kernels are made for.
     """
-    plan, arrays = _prepare(q, k, v, decays, initial, target)
-    assert plan.pieces == 1
-    d_out, more_dq, more_dk = jax.tree.map(lambda x: pad_sizes(x, (3,), CHUNK), (d_out, more_dq, more_dk))
+    pieces = states.shape[0] // q.shape[0]
+    plan, arrays = _prepare(q, k, v, decays, initial, target, pieces)
+    d_out, more_dq, more_dk = jax.tree.map(lambda x: pad_sizes(x, (3,), pieces * CHUNK), (d_out, more_dq, more_dk))
     result = _gradients(plan, arrays, states, d_out, pad_sizes(d_final, (2, 3)), more_dq, more_dk)
     assert result.q is not None
     value_size = k.shape[3] if v is None else v.shape[3]
@@ -155,8 +155,9 @@ def _prepare(
     decays: ChunkDecays | None,
     initial: Array | None,
     target: Target,
+    pieces: int | None = None,
 ) -> tuple[_Plan, _Arrays]:
-    """Chooses pieces, and fills up sizes and tokens; without v, values are the keys."""
+    """Chooses pieces where their number is not given, and fills up sizes and tokens; without v, values are the keys."""
     values = k if v is None else v
     length, key_size, value_size = k.shape[1], k.shape[3], values.shape[3]
     refusal = target.refusal(values.dtype, key_size, value_size)
@@ -164,9 +165,10 @@ def _prepare(
         raise NotImplementedError(f"linear_attention: {refusal}")
     if initial is None:
         initial = jnp.zeros((k.shape[0], 1, key_size, value_size), _state_dtype(values))
-    heads = _state_heads(k, values, decays, initial) if q is None else q.shape[2]
-    programs = k.shape[0] * heads * target.blocks(value_size)
-    pieces = choose_pieces(programs, length, target.programs)
+    if pieces is None:
+        heads = _state_heads(k, values, decays, initial) if q is None else q.shape[2]
+        programs = k.shape[0] * heads * target.blocks(value_size)
+        pieces = choose_pieces(programs, length, target.programs)
     q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), pieces * CHUNK), (q, k, v))
     steps = None
     if decays is not None:
