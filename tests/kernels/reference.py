@@ -1,5 +1,6 @@
 """The primitive of the kernels in plain jax.numpy, and random arguments that belong together."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +86,44 @@ def decayed_attention_backward(arguments, *, interpret=False) -> BackwardResult:
     dq, dk, dv = _join(dq), _join(dk + dv if same else dk), None if same else _join(dv).astype(v.dtype)
     dq, dk = (x if more is None else x + more.astype(dtype) for x, more in ((dq, more_dq), (dk, more_dk)))
     return BackwardResult(dq.astype(v.dtype), dk.astype(v.dtype), dv, d_initial, d_steps)
+
+
+def chain_forward(links, q, k, v, decays, initials, *, keep=False) -> tuple[jax.Array, ...]:
+    """The links one after the other, as a fused kernel that takes decays of power 1 gives them."""
+    tiles, finals, kept = {"k": k, "v": v}, [], []
+    for link, initial in zip(links, initials, strict=True):
+        arrays = q, tiles[link.keys], tiles[link.values], to_power(decays, link.power), initial
+        result = decayed_attention(*arrays, states=True)
+        tiles[link.result] = result.out
+        finals.append(result.final)
+        kept.append(result.states)
+    kept += [tiles[link.result] for link in links[:-1]]
+    return tiles["out"], *finals, *(kept if keep else ())
+
+
+def add_starts(q, out, starts, enter, kept, states) -> tuple[jax.Array, ...]:
+    """Outputs and states from zeros, and what they lack where the sequences start from other states."""
+    batch, tokens, heads, _ = q.shape
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    if enter is None:
+        enter, kept = (jnp.ones((batch, 1, tokens // CHUNK, *shape), dtype) for shape in ((CHUNK,), ()))
+    enter, kept = _repeat(enter, heads, 1), _repeat(kept, heads, 1)
+    before = jnp.cumprod(jnp.pad(kept[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1), axis=-1)
+    before = before[..., None, None] * starts[:, :, None].astype(dtype)
+    queries = jnp.moveaxis(_chunks(q, heads, CHUNK), 0, 2)
+    entered = jnp.einsum("bhnt,bhntd,bhnde->nbhte", enter, queries, before, precision=jax.lax.Precision.HIGHEST)
+    out = (out.astype(dtype) + _join(entered)).astype(out.dtype)
+    return (out,) if states is None else (out, (states.astype(dtype) + before).astype(states.dtype))
+
+
+def to_power(decays, power):
+    """Decays raised to a power."""
+    if decays is None:
+        return None
+    scaled = {name: getattr(decays, name) for name in ("high", "low", "steps")}
+    scaled = {name: None if x is None else x * power for name, x in scaled.items()}
+    raised = {name: getattr(decays, name) ** power for name in ("enter", "leave", "kept")}
+    return dataclasses.replace(decays, **scaled, **raised)
 
 
 def _steps_from(decays, by_log):

@@ -1,6 +1,5 @@
 """The fused Hopper kernels of HLA2, AHLA and HLA3, interpreted on a CPU and lowered for a GPU."""
 
-import dataclasses
 import functools
 
 import jax
@@ -46,26 +45,9 @@ def _initials(links, q, k, v):
     return states
 
 
-def _to_power(decays, power):
-    if decays is None:
-        return None
-    scaled = {name: getattr(decays, name) * power for name in ("high", "low")}
-    raised = {name: getattr(decays, name) ** power for name in ("enter", "leave", "kept")}
-    return dataclasses.replace(decays, **scaled, **raised)
-
-
 def _expected(links, q, k, v, decays, states, keep):
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    tiles, finals, kept = {"k": k, "v": v}, [], []
-    for link, state in zip(links, states, strict=True):
-        state = jnp.repeat(state, q.shape[2], axis=1)
-        decayed = _to_power(decays, link.power)
-        result = reference.decayed_attention(q, tiles[link.keys], tiles[link.values], decayed, state, states=True)
-        tiles[link.result] = result.out
-        finals.append(result.final)
-        kept.append(result.states)
-    kept += [tiles[link.result] for link in links[:-1]]
-    return tiles["out"], *finals, *(kept if keep else ())
+    return reference.chain_forward(links, q, k, v, decays, states, keep=keep)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,0 +1,164 @@
+"""What a start state contributes to a linear attention on Hopper, added to what was computed from a state of zeros.
+
+A linear attention is linear in its state. The start X_0 gives a chunk enter (q X) and the state before it X, where X is
+kept X from chunk to chunk, so that all of it is X_0 times a number. One program adds this to one head and one block of
+value columns, chunk after chunk: the start stays in shared memory, rounded as an operand, and in registers where
+states are wanted, and everything else passes by once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmix_kernels.decays import CHUNK
+from jaxmix_kernels.gpu_chunks import (
+    COLUMNS,
+    LARGEST_GRID,
+    WGMMA_ROWS,
+    Products,
+    group_of_head,
+    interpreter,
+    layout_of_tiles,
+    refuse,
+    rows,
+    split_index,
+    tile,
+)
+
+Array = jax.Array
+
+_SLOTS = 2
+
+
+def add_starts(
+    q: Array,
+    out: Array,
+    starts: Array,
+    enter: Array | None,
+    kept: Array | None,
+    states: Array | None,
+    *,
+    interpret: Any = False,
+) -> tuple[Array, ...]:
+    """out_n + enter_n (q_n X_n), and states_n + X_n, for chunks n with X_0 = starts and X_{n+1} = kept_n X_n.
+
+    Nothing behind a border, where `enter` and `kept` are 0, is multiplied by the start.
+
+    Args:
+        q: queries [B, T, H, D], bfloat16, D in {64, 128}; T is a multiple of `CHUNK`.
+        out: outputs from states of zeros [B, T, H, E], bfloat16, E in {32, 64, 128}.
+        starts: states before the first chunk, [B, H, D, E], float32.
+        enter: decay from the state before the chunk to each token, [B, Hd, N, C], float32, Hd a divisor of H; None
+            for 1.
+        kept: decay of the whole chunk, [B, Hd, N], float32; None where `enter` is.
+        states: states before every chunk, from zeros, [B, H, N, D, E], bfloat16; None for none.
+        interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
+
+    Returns:
+        Outputs, and states where they are given; sums are float32, rounded once.
+
+    Raises:
+        NotImplementedError: the kernel does not take these dtypes or sizes.
+        ValueError: the tokens do not fill chunks, or the head count of decays does not divide H.
+    """
+    batch, _, heads, key_size = q.shape
+    value_size = out.shape[3]
+    refuse([q, out] if states is None else [q, out, states], key_size, value_size)
+    if key_size < WGMMA_ROWS:
+        raise NotImplementedError(f"start states are added for a key size of at least {WGMMA_ROWS}, got {key_size}")
+    if enter is not None and heads % enter.shape[1]:
+        raise ValueError(f"the head count of decays must divide that of q, {heads}; got {enter.shape[1]}")
+    columns = min(value_size, COLUMNS)
+    programs = batch * heads * (value_size // columns)
+    if programs > LARGEST_GRID:
+        raise NotImplementedError(f"B * H * E / {columns} must be at most {LARGEST_GRID}, got {programs}")
+    inputs = {"q": q, "old out": out, "starts": starts, "enter": enter, "kept": kept, "old states": states}
+    given = {name: x for name, x in inputs.items() if x is not None}
+    results = {"out": jax.ShapeDtypeStruct(out.shape, out.dtype)}
+    transforms = layout_of_tiles(min(key_size, columns), q.dtype)
+    scratch = {
+        "start": plgpu.SMEM((key_size, columns), q.dtype, transforms=transforms),
+        "tile out": plgpu.SMEM((_SLOTS, CHUNK, columns), q.dtype, transforms=transforms),
+    }
+    if states is not None:
+        results["states"] = jax.ShapeDtypeStruct(states.shape, states.dtype)
+        scratch["tile states"] = plgpu.SMEM((_SLOTS, key_size, columns), q.dtype, transforms=transforms)
+    kernel = plgpu.kernel(
+        lambda *refs: _program(dict(zip((*given, *results, *scratch), refs, strict=True)), columns, transforms),
+        out_type=tuple(results.values()),
+        grid=(programs,),
+        grid_names=("program",),
+        scratch_types=tuple(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpreter(interpret),
+    )
+    return tuple(kernel(*given.values()))
+
+
+def _program(ref: dict[str, Any], columns: int, transforms: tuple[Any, ...]) -> None:
+    """One head and one block of columns, all chunks."""
+    _, tokens, heads, key_size = ref["q"].shape
+    batch, head, block = split_index(lax.axis_index("program"), heads, ref["out"].shape[3] // columns)
+    block_columns = pl.ds(block * columns, columns)
+    decay_head = group_of_head(head, heads, ref["enter"].shape[1]) if "enter" in ref else None
+
+    def spec(*shape: int | None) -> Any:
+        return plgpu.BlockSpec(shape, lambda n: (n, *[0] * (len(shape) - 1)), transforms=transforms)
+
+    sources: dict[str, tuple[Any, Any]] = {
+        "q": (spec(CHUNK, key_size), ref["q"].at[batch, :, head]),
+        "out": (spec(CHUNK, columns), ref["old out"].at[batch, :, head, block_columns]),
+    }
+    if "enter" in ref:
+        sources["enter"] = plgpu.BlockSpec((None, CHUNK), lambda n: (n, 0)), ref["enter"].at[batch, decay_head]
+    if "old states" in ref:
+        source = ref["old states"].at[batch, head, :, :, block_columns]
+        sources["states"] = spec(None, key_size, columns), source
+    pending = _SLOTS * (1 + ("states" in ref)) - 1
+
+    def write(name: str, n: Any, x: Array, target: Any) -> None:
+        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        slot = ref[f"tile {name}"].at[lax.rem(n, jnp.int32(_SLOTS))]
+        slot[...] = x.astype(slot.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, target)
+
+    def step(indices: tuple[Any, ...], *tiles: Any) -> Array | None:
+        """With decays the last of the tiles is the factor that the start has come down to."""
+        (n,), chunk = indices, dict(zip(sources, tiles, strict=False))
+        entered, before = Products(None).new((CHUNK, columns), chunk["q"], ref["start"]), start
+        factor = tiles[-1] if "enter" in ref else None
+        if factor is not None:
+            entered = _scaled(entered, rows(chunk["enter"], columns) * factor)
+        place = batch, pl.ds(n * CHUNK, CHUNK), head, block_columns
+        write("out", n, tile(chunk["out"]).astype(jnp.float32) + entered, ref["out"].at[place])
+        if "states" in ref:
+            if factor is not None:
+                before = _scaled(start, jnp.broadcast_to(factor, start.shape))
+            before = tile(chunk["states"]).astype(jnp.float32) + before
+            write("states", n, before, ref["states"].at[batch, head, n, :, block_columns])
+        return None if factor is None else factor * ref["kept"][batch, decay_head, n]
+
+    source = ref["starts"].at[batch, head, :, block_columns]
+    start = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+    ref["start"][...] = start.astype(ref["start"].dtype)
+    plgpu.commit_smem()
+    pipeline = plgpu.emit_pipeline(
+        step,
+        grid=(tokens // CHUNK,),
+        in_specs=[spec for spec, _ in sources.values()],
+        # As much as the shared memory has room for at the largest sizes.
+        max_concurrent_steps=3 if "states" in ref else 4,
+        init_carry=jnp.float32(1) if "enter" in ref else None,
+    )
+    pipeline(*(source for _, source in sources.values()))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _scaled(x: Array, factors: Array) -> Array:
+    """x times factors of its shape; 0 where they are 0, whatever x is."""
+    return jnp.where(factors > 0, x * factors, 0.0)
