@@ -3,12 +3,13 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
 
 from jaxmix_kernels.decays import DTYPES, SIZES, BackwardArguments, BackwardResult, Result
+from jaxmix_kernels.links import AHLA, HLA2, HLA3, Links
 
 _PROGRAMS = {"gpu": 132, "tpu": 1}
 
@@ -66,6 +67,27 @@ class Target:
         else:
             from jaxmix_kernels.linear_attention.tpu_backward import decayed_attention_backward
         return decayed_attention_backward(arguments, interpret=self.interpret)
+
+    def fused(self, links: Links) -> Callable[..., tuple[Any, ...]] | None:
+        """The fused kernel of a chain, of q, k, v, decays (on a TPU those of every power) and initial states.
+
+        None where there is none. It gives the output, final states, and with `keep` states and results of links.
+        """
+        if self.platform == "gpu":
+            from jaxmix_kernels.ahla.gpu import ahla_forward
+            from jaxmix_kernels.hla2.gpu import hla2_forward
+            from jaxmix_kernels.hla3.gpu import hla3_forward
+        else:
+            from jaxmix_kernels.ahla.tpu import ahla_forward
+            from jaxmix_kernels.hla2.tpu import hla2_forward
+            from jaxmix_kernels.hla3.tpu import hla3_forward
+        return {HLA2: hla2_forward, AHLA: ahla_forward, HLA3: hla3_forward}.get(links)
+
+    def add_starts(self, *arrays: Any) -> tuple[Any, ...]:
+        """The kernel that adds what the starts of pieces give, of a GPU: no other platform cuts time."""
+        from jaxmix_kernels.gpu_starts import add_starts
+
+        return add_starts(*arrays, interpret=self.interpret)
 
     def decode(self, *arrays: Any, **options: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """The kernel of one token; see `jaxmix_kernels.decode.call`, which groups query heads for it."""

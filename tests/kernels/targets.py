@@ -14,10 +14,15 @@ class OneDevice(Target):
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceTarget(Target):
-    """Runs the references of the primitive and its gradients, also in float64, unfused; `busy` heads fill it."""
+    """Runs the references of the primitive and its gradients, also in float64; `busy` heads fill it.
+
+    Chains are `fusible` or not, and what stands for a kernel may be left to a compiler that `splits` it over devices.
+    """
 
     platform: str = "reference"
     busy: int = 1
+    fusible: bool = False
+    splits: bool = False
 
     @property
     def dtypes(self):
@@ -32,3 +37,13 @@ class ReferenceTarget(Target):
 
     def decayed_attention_backward(self, arguments):
         return reference.decayed_attention_backward(arguments)
+
+    def fused(self, links):
+        def forward(q, k, v, decays, *initials, keep, interpret):
+            del interpret
+            return reference.chain_forward(links, q, k, v, decays, initials, keep=keep)
+
+        return forward if self.fusible else None
+
+    def add_starts(self, *arrays):
+        return reference.add_starts(*arrays)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmix import ahla, hla2, hla3
 from jaxmix.parallel import make_mesh
+from jaxmix_kernels.linear_attention import pieces
 from jaxmix_kernels.links import AHLA, HLA2, HLA3
 from jaxmix_kernels.target import Target, using_target
 from tests.contract.agreement import BF16, F32
@@ -108,8 +109,10 @@ def test_plain_jit_splits_batches_and_groups_of_heads_without_a_gather():
     assert_close(program(split), expected, FORMS[F32])
 
 
-def test_the_gpu_kernels_interpreted_with_every_gradient():
-    inputs = draw(batch=1, heads=2, groups=1, tokens=40, dtype=BF16, key_size=64, value_size=32)
+@pytest.mark.parametrize(("tokens", "heads"), [(40, 2), (100, 1)], ids=["one chunk", "two pieces in time"])
+def test_the_gpu_kernels_interpreted_with_every_gradient(tokens, heads, monkeypatch):
+    monkeypatch.setattr(pieces, "SHORTEST_PIECE", 64)
+    inputs = draw(batch=1, heads=heads, groups=1, tokens=tokens, dtype=BF16, key_size=64, value_size=32)
     run = functools.partial(mix, target=OneDevice("gpu", interpret=True))
     actual = jax.jit(with_gradients(run))(inputs)
     expected = jax.jit(with_gradients(functools.partial(mix, implementation="scan")))(inputs)
@@ -133,10 +136,23 @@ def test_one_kernel_forward_and_backward_no_kernel_for_what_nothing_reads(name, 
     assert kernels(backward, inputs, ids, platform=platform) == 1 + len(links)
 
 
+@pytest.mark.parametrize(("name", "size"), [("hla2", 128), ("ahla", 128), ("hla3", 64)])
+def test_in_pieces_one_kernel_more_for_every_link_forward_and_backward(name, size):
+    """Forward a first pass over links that read inputs, and the starts of the last; backward a first pass each."""
+    mixer, links = MIXERS[name]
+    inputs = draw(heads=16, groups=16, batch=1, tokens=1, dtype=BF16, key_size=size, value_size=size)
+    inputs = {name: jax.ShapeDtypeStruct((1, 32768, *x.shape[2:]), x.dtype) for name, x in inputs.items()}
+
+    def loss(inputs):
+        return jnp.sum(mix(inputs, mixer, target=Target("gpu"))[0].astype(F32))
+
+    assert kernels(jax.value_and_grad(loss), inputs, platform="cuda") == (1 + len(links)) + 2 * len(links)
+
+
 @pytest.mark.parametrize(
     ("change", "count"),
-    [({"tokens": 4096, "heads": 2}, 2 * 2), ({"key_size": 32}, 2), ({"normalize": True}, 2)],
-    ids=["sequences cut in time", "a size without a fused kernel", "normalised"],
+    [({"key_size": 32}, 2), ({"normalize": True}, 2)],
+    ids=["a size without a fused kernel", "normalised"],
 )
 def test_where_no_fused_kernel_serves_the_links_run_one_after_the_other(change, count):
     change = dict(change)

@@ -2,20 +2,33 @@
 
 What one link hands to the next stays on the chip, but the gradients need it: the fused kernel of a call that is
 differentiated also writes it, and the states of all links.
+
+A long sequence of few heads is cut into pieces, as `linear_attention.pieces` has it. The fused kernel then walks over
+pieces, between a pass that finds where they start in the links that read inputs only, and one that adds what the start
+of a piece gives in the last link. All links are cut into the same pieces, forward and backward.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxmix_kernels.decays import CHUNK, ChunkDecays
 from jaxmix_kernels.linear_attention.partition import spread
-from jaxmix_kernels.linear_attention.pieces import choose_pieces, pad_sizes
+from jaxmix_kernels.linear_attention.pieces import (
+    choose_pieces,
+    join_pieces,
+    last_piece,
+    pad_chunks,
+    pad_sizes,
+    split_decays,
+    split_tokens,
+    starts_of_pieces,
+)
+from jaxmix_kernels.linear_attention.primitive import piece_starts
 from jaxmix_kernels.linear_attention.vjp import known_gradients
-from jaxmix_kernels.links import AHLA, HLA2, HLA3, Links
+from jaxmix_kernels.links import Links
 from jaxmix_kernels.target import Target
 
 Array = jax.Array
@@ -26,9 +39,8 @@ Decays = dict[int, ChunkDecays | None]
 def is_fused(
     links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...], *, target: Target
 ) -> bool:
-    """Whether one kernel serves the forward pass of `chain`: it exists, takes the sizes, and no time is cut."""
-    programs = q.shape[0] * q.shape[2] * target.blocks(v.shape[3])
-    if _kernel(links, target) is None or choose_pieces(programs, q.shape[1], target.programs) > 1:
+    """Whether one kernel serves the forward pass of `chain`: it exists, and takes the sizes."""
+    if target.fused(links) is None:
         return False
     try:
         jax.eval_shape(functools.partial(_fused, links, target), q, k, v, decays, initials)
@@ -115,16 +127,52 @@ def _fused(
     *,
     keep: bool = False,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...], dict[str, Array]]:
-    """The result of the last link, the final states of all; with `keep` their states, and the other results."""
-    length, heads, sizes = q.shape[1], q.shape[2], {"k": k.shape[3], "v": v.shape[3]}
-    counts = {"k": k.shape[2], "v": v.shape[2]}
-    kernel = _kernel(links, target)
+    """The result of the last link, the final states of all; with `keep` their states, and the other results.
+
+    States are those of B P pieces.
+    """
+    length, sizes = q.shape[1], {"k": k.shape[3], "v": v.shape[3]}
+    pieces = choose_pieces(q.shape[0] * q.shape[2] * target.blocks(v.shape[3]), length, target.programs)
+    tokens = {name: pad_sizes(x, (3,), pieces * CHUNK) for name, x in {"q": q, "k": k, "v": v}.items()}
+    tokens = {name: split_tokens(x, pieces) for name, x in tokens.items()}
+    whole = {
+        power: None if x is None else dataclasses.replace(pad_chunks(x, pieces), steps=None)
+        for power, x in decays.items()
+    }
+    heads = _state_heads(links, q, k, v, decays, initials)
+    starts = [pad_sizes(x, (2, 3)) for x in initials]
+    if pieces == 1:
+        walk = _walk(links, target, tokens, whole, starts, keep=keep)
+    else:
+        walk = _walk_pieces(links, target, tokens, whole, starts, heads, pieces, keep=keep)
+    finals, states = list(walk.finals), list(walk.states)
+    for i, link in enumerate(links):
+        sizes[link.result], group = sizes[link.values], q.shape[2] // heads[i]
+        finals[i] = finals[i][:, ::group, : sizes["k"], : sizes[link.values]]
+        if keep:
+            states[i] = states[i][:, ::group]
+    out, *results = (join_pieces(x, pieces)[:, :length] for x in (walk.out, *walk.results))
+    results = {link.result: x[..., : sizes[link.result]] for link, x in zip(links, results, strict=False)}
+    return out[..., : sizes["v"]], tuple(finals), tuple(states), results
+
+
+class _Walk(NamedTuple):
+    """What the fused kernel gives for all H heads; `states` and `results` are those that gradients need."""
+
+    out: Array
+    finals: tuple[Array, ...]
+    states: tuple[Array, ...]
+    results: tuple[Array, ...]
+
+
+def _walk(
+    links: Links, target: Target, tokens: dict[str, Array], decays: Decays, starts: list[Any], *, keep: bool
+) -> _Walk:
+    """The fused kernel, over sequences or pieces."""
+    kernel = target.fused(links)
     assert kernel is not None
-    padded = tuple(pad_sizes(x, (3,), CHUNK) for x in (q, k, v))
     # The GPU kernel takes the powers of decays itself.
     given = [x for power, x in sorted(decays.items()) if power == 1 or target.platform == "tpu"]
-    given = [None if x is None else dataclasses.replace(x, steps=None) for x in given]
-    starts = [pad_sizes(x, (2, 3)) for x in initials]
 
     def run(*arrays: Any) -> tuple[Array, ...]:
         return kernel(*arrays, interpret=target.interpret, keep=keep)
@@ -132,32 +180,49 @@ def _fused(
     count = len(links)
     axes = (2,) * 3 + (1,) * (len(given) + count)
     results = (2,) + (1,) * count + ((1,) * count + (2,) * (count - 1) if keep else ())
-    out, *rest = spread(run, (*padded, *given, *starts), axes, results, splits=target.splits)
-    finals, states, outs = rest[:count], rest[count : 2 * count], rest[2 * count :]
-    for i, (link, initial) in enumerate(zip(links, initials, strict=True)):
-        sizes[link.result], counts[link.result] = sizes[link.values], heads
+    out, *rest = spread(run, (*tokens.values(), *given, *starts), axes, results, splits=target.splits)
+    return _Walk(out, tuple(rest[:count]), tuple(rest[count : 2 * count]), tuple(rest[2 * count :]))
+
+
+def _walk_pieces(
+    links: Links,
+    target: Target,
+    tokens: dict[str, Array],
+    decays: Decays,
+    initials: list[Array],
+    heads: list[int],
+    pieces: int,
+    *,
+    keep: bool,
+) -> _Walk:
+    """`_walk` of tokens of B P pieces, with decays and initial states of the whole sequences.
+
+    All links but the last read inputs, so that a first pass over these finds where their pieces start, for as many
+    heads as have a state of their own. The last one reads what they give, and starts from zeros: what its pieces add is
+    known then, with it where they start, and that is added afterwards, as a linear attention is linear in its state.
+    States are those of pieces, final states those of the sequences.
+    """
+    starts: list[Any] = [
+        piece_starts(target, tokens[link.keys], tokens[link.values], decays[link.power], initial, count, pieces)
+        for link, initial, count in zip(links[:-1], initials, heads, strict=False)
+    ]
+    cut = {power: split_decays(x, pieces) for power, x in decays.items()}
+    walk = _walk(links, target, tokens, cut, [*starts, None], keep=keep)
+    last, decayed = links[-1], cut[links[-1].power]
+    start, final = starts_of_pieces(decays[last.power], walk.finals[-1], initials[-1], pieces)
+    edges = (None, None) if decayed is None else (decayed.enter, decayed.kept)
+    arrays = tokens["q"], walk.out, start, *edges, walk.states[-1] if keep else None
+    out, *states = spread(target.add_starts, arrays, (2, 2, 1, 1, 1, 1), (2, 1)[: 1 + keep], splits=target.splits)
+    finals = *(last_piece(x, pieces) for x in walk.finals[:-1]), final
+    return _Walk(out, finals, (*walk.states[:-1], *states), walk.results)
+
+
+def _state_heads(links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...]) -> list[int]:
+    """How many heads have a state of their own, for every link."""
+    counts, found = {"k": k.shape[2], "v": v.shape[2]}, []
+    for link, initial in zip(links, initials, strict=True):
         decayed = decays[link.power]
-        kept = max(
-            counts[link.keys], counts[link.values], initial.shape[1], 1 if decayed is None else decayed.kept.shape[1]
-        )
-        group = heads // kept
-        finals[i] = finals[i][:, ::group, : sizes["k"], : sizes[link.values]]
-        if keep:
-            states[i] = states[i][:, ::group]
-    kept = {link.result: x[:, :length, :, : sizes[link.result]] for link, x in zip(links, outs, strict=False)}
-    return out[:, :length, :, : sizes["v"]], tuple(finals), tuple(states), kept
-
-
-def _kernel(links: Links, target: Target) -> Callable[..., tuple[Array, ...]] | None:
-    """The fused kernel: a function of q, k, v, decays (on a TPU those of every power), and initial states."""
-    if target.platform == "gpu":
-        from jaxmix_kernels.ahla.gpu import ahla_forward
-        from jaxmix_kernels.hla2.gpu import hla2_forward
-        from jaxmix_kernels.hla3.gpu import hla3_forward
-    elif target.platform == "tpu":
-        from jaxmix_kernels.ahla.tpu import ahla_forward
-        from jaxmix_kernels.hla2.tpu import hla2_forward
-        from jaxmix_kernels.hla3.tpu import hla3_forward
-    else:
-        return None
-    return {HLA2: hla2_forward, AHLA: ahla_forward, HLA3: hla3_forward}.get(links)
+        decay_heads = 1 if decayed is None else decayed.kept.shape[1]
+        found.append(max(counts[link.keys], counts[link.values], initial.shape[1], decay_heads))
+        counts[link.result] = q.shape[2]
+    return found
