@@ -24,7 +24,7 @@ CASES = {
 
 
 def _case(options, keep=True):
-    options = {"batch": 1, "key_size": 64, "value_size": 64, "decay": "weak", "dtype": jnp.bfloat16, **options}
+    options = {"batch": 1, "key_size": 64, "value_size": 64, "decay": -0.01, "dtype": jnp.bfloat16, **options}
     q, _, _, decays, starts, out = reference.random_case(**options)
     shape = (*starts.shape[:2], q.shape[1] // CHUNK, *starts.shape[2:])
     states = jnp.asarray(np.random.default_rng(1).normal(size=shape), q.dtype) if keep else None
