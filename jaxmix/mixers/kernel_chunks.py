@@ -100,7 +100,7 @@ class KernelChunks:
     def chain(
         self, links: Links, q: Array, k: Array, v: Moments, initials: tuple[Any, ...]
     ) -> tuple[Moments, tuple[Any, ...]]:
-        """The result of the last link and the final states of all, as `Chunks.chain`: by one kernel where that serves.
+        """The result of the last link and the final states of all, as `Chunks.chain`: fused where that serves.
 
         The normaliser follows the links by itself, and computes anew the keys that the kernel keeps for itself.
         """

@@ -32,6 +32,7 @@ from jaxmix_kernels.gpu_chunks import (
 Array = jax.Array
 
 _SLOTS = 2
+"""Tiles of results on their way to global memory."""
 
 
 def add_starts(
@@ -130,8 +131,10 @@ def _program(ref: dict[str, Any], columns: int, transforms: tuple[Any, ...]) -> 
     def step(indices: tuple[Any, ...], *tiles: Any) -> Array | None:
         """With decays the last of the tiles is the factor that the start has come down to."""
         (n,), chunk = indices, dict(zip(sources, tiles, strict=False))
+        factor = kept = None
+        if "enter" in ref:
+            factor, kept = tiles[-1], ref["kept"][batch, decay_head, n]
         entered, before = Products(None).new((CHUNK, columns), chunk["q"], ref["start"]), start
-        factor = tiles[-1] if "enter" in ref else None
         if factor is not None:
             entered = _scaled(entered, rows(chunk["enter"], columns) * factor)
         place = batch, pl.ds(n * CHUNK, CHUNK), head, block_columns
@@ -141,7 +144,7 @@ def _program(ref: dict[str, Any], columns: int, transforms: tuple[Any, ...]) -> 
                 before = _scaled(start, jnp.broadcast_to(factor, start.shape))
             before = tile(chunk["states"]).astype(jnp.float32) + before
             write("states", n, before, ref["states"].at[batch, head, n, :, block_columns])
-        return None if factor is None else factor * ref["kept"][batch, decay_head, n]
+        return None if factor is None else factor * kept
 
     source = ref["starts"].at[batch, head, :, block_columns]
     start = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)

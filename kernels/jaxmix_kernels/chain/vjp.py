@@ -39,7 +39,7 @@ Decays = dict[int, ChunkDecays | None]
 def is_fused(
     links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...], *, target: Target
 ) -> bool:
-    """Whether one kernel serves the forward pass of `chain`: it exists, and takes the sizes."""
+    """Whether a fused kernel serves the forward pass of `chain`: it exists, and takes the sizes."""
     if target.fused(links) is None:
         return False
     try:
@@ -53,7 +53,7 @@ def is_fused(
 def chain(
     links: Links, target: Target, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The result of the last link and the final states of all, by one kernel; where `is_fused`.
+    """The result of the last link and the final states of all, by the fused kernel; where `is_fused`.
 
     Differentiable in q, k, v, `initials` and the `steps` of decays, as `linear_attention` is.
 
