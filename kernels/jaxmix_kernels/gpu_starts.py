@@ -3,7 +3,8 @@
 A linear attention is linear in its state. The start X_0 gives a chunk enter (q X) and the state before it X, where X is
 kept X from chunk to chunk, so that all of it is X_0 times a number. One program adds this to one head and one block of
 value columns, chunk after chunk: the start stays in shared memory, rounded as an operand, and in registers where
-states are wanted, and everything else passes by once.
+states are wanted, and everything else passes by once. Results are written over what they are added to, so that it ends
+where nothing of the start is left, and does not begin where the start is zeros.
 """
 
 from typing import Any
@@ -47,7 +48,8 @@ def add_starts(
 ) -> tuple[Array, ...]:
     """out_n + enter_n (q_n X_n), and states_n + X_n, for chunks n with X_0 = starts and X_{n+1} = kept_n X_n.
 
-    Nothing behind a border, where `enter` and `kept` are 0, is multiplied by the start.
+    Nothing behind a border, where `enter` and `kept` are 0, is multiplied by the start. `out` and `states` are changed
+    in place, which takes no copy where nothing else reads them.
 
     Args:
         q: queries [B, T, H, D], bfloat16, D in {64, 128}; T is a multiple of `CHUNK`.
@@ -77,32 +79,41 @@ def add_starts(
     programs = batch * heads * (value_size // columns)
     if programs > LARGEST_GRID:
         raise NotImplementedError(f"B * H * E / {columns} must be at most {LARGEST_GRID}, got {programs}")
-    inputs = {"q": q, "old out": out, "starts": starts, "enter": enter, "kept": kept, "old states": states}
+    inputs = {"q": q, "starts": starts, "enter": enter, "kept": kept, "reached": _reached(starts, kept, q.shape[1])}
     given = {name: x for name, x in inputs.items() if x is not None}
-    results = {"out": jax.ShapeDtypeStruct(out.shape, out.dtype)}
+    changed = {"out": jax.new_ref(out)} | ({} if states is None else {"states": jax.new_ref(states)})
     transforms = layout_of_tiles(min(key_size, columns), q.dtype)
     scratch = {
         "start": plgpu.SMEM((key_size, columns), q.dtype, transforms=transforms),
         "tile out": plgpu.SMEM((_SLOTS, CHUNK, columns), q.dtype, transforms=transforms),
     }
     if states is not None:
-        results["states"] = jax.ShapeDtypeStruct(states.shape, states.dtype)
         scratch["tile states"] = plgpu.SMEM((_SLOTS, key_size, columns), q.dtype, transforms=transforms)
     kernel = plgpu.kernel(
-        lambda *refs: _program(dict(zip((*given, *results, *scratch), refs, strict=True)), columns, transforms),
-        out_type=tuple(results.values()),
+        lambda *refs: _program(dict(zip((*given, *changed, *scratch), refs, strict=True)), columns, transforms),
+        out_type=(),
         grid=(programs,),
         grid_names=("program",),
         scratch_types=tuple(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter(interpret),
     )
-    return tuple(kernel(*given.values()))
+    kernel(*given.values(), *changed.values())
+    return tuple(map(jax.freeze, changed.values()))
+
+
+def _reached(starts: Array, kept: Array | None, tokens: int) -> Array:
+    """Chunks, from the first one on, to which the start gives anything, int32 [B, H]."""
+    count = jnp.int32(tokens // CHUNK)
+    if kept is not None:
+        before = jnp.cumprod(kept, axis=2)[:, :, :-1] > 0
+        count = jnp.repeat(1 + jnp.sum(before, axis=2, dtype=jnp.int32), starts.shape[1] // kept.shape[1], axis=1)
+    return jnp.where(jnp.any(starts != 0, axis=(2, 3)), count, 0)
 
 
 def _program(ref: dict[str, Any], columns: int, transforms: tuple[Any, ...]) -> None:
     """One head and one block of columns, all chunks."""
-    _, tokens, heads, key_size = ref["q"].shape
+    _, _, heads, key_size = ref["q"].shape
     batch, head, block = split_index(lax.axis_index("program"), heads, ref["out"].shape[3] // columns)
     block_columns = pl.ds(block * columns, columns)
     decay_head = group_of_head(head, heads, ref["enter"].shape[1]) if "enter" in ref else None
@@ -112,12 +123,12 @@ def _program(ref: dict[str, Any], columns: int, transforms: tuple[Any, ...]) -> 
 
     sources: dict[str, tuple[Any, Any]] = {
         "q": (spec(CHUNK, key_size), ref["q"].at[batch, :, head]),
-        "out": (spec(CHUNK, columns), ref["old out"].at[batch, :, head, block_columns]),
+        "out": (spec(CHUNK, columns), ref["out"].at[batch, :, head, block_columns]),
     }
     if "enter" in ref:
         sources["enter"] = plgpu.BlockSpec((None, CHUNK), lambda n: (n, 0)), ref["enter"].at[batch, decay_head]
-    if "old states" in ref:
-        source = ref["old states"].at[batch, head, :, :, block_columns]
+    if "states" in ref:
+        source = ref["states"].at[batch, head, :, :, block_columns]
         sources["states"] = spec(None, key_size, columns), source
     pending = _SLOTS * (1 + ("states" in ref)) - 1
 
@@ -152,7 +163,7 @@ def _program(ref: dict[str, Any], columns: int, transforms: tuple[Any, ...]) -> 
     plgpu.commit_smem()
     pipeline = plgpu.emit_pipeline(
         step,
-        grid=(tokens // CHUNK,),
+        grid=(ref["reached"][batch, head],),
         in_specs=[spec for spec, _ in sources.values()],
         # As much as the shared memory has room for at the largest sizes.
         max_concurrent_steps=3 if "states" in ref else 4,

@@ -52,6 +52,19 @@ def test_what_a_border_stops_is_not_multiplied():
     assert not np.isfinite(np.asarray(actual[0][:, : CHUNK + 10], np.float32)).any()
 
 
+def test_only_what_a_start_reaches_is_read():
+    """The start of the first head is zeros; of the second nothing is left after a chunk."""
+    q, out, starts, enter, kept, states = _case({"tokens": 3 * CHUNK, "heads": 2, "segments": False})
+    starts, kept = starts.at[:, 0].set(0), kept.at[:, 1, 0].set(0)
+    poisoned = q.at[:, :, 0].set(jnp.nan).at[:, CHUNK:, 1].set(jnp.nan)
+    actual = add_starts(poisoned, out, starts, enter, kept, states, interpret=True)
+    expected = add_starts(q, out, starts, enter, kept, states, interpret=True)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_array_equal(actual[0][:, :, 0], out[:, :, 0])
+    np.testing.assert_array_equal(actual[1][:, 0], states[:, 0])
+    assert (np.asarray(actual[0] != out)[:, :CHUNK, 1]).any()
+
+
 @pytest.mark.parametrize("sizes", [(64, 32), (64, 64), (64, 128), (128, 32), (128, 128)], ids=str)
 def test_lowers_for_a_gpu(sizes):
     """Four pieces of 32,768 tokens of 16 heads."""
