@@ -125,8 +125,8 @@ def time_step(
     if single > options.longest:
         raise TooLong(f"one call takes {single:.2g} s, more than {options.longest:g} s")
     wanted = options.seconds / max(single - _launch_seconds(), 5e-6)
-    # A power of two, so that a cache of compiled programs has the loop of another run. An argument of the program is not
-    # possible: a GPU would ask the host after every turn.
+    # A power of two, so that a cache of compiled programs has the loop of another run. It cannot be an argument of the
+    # program: a GPU would ask the host after every turn.
     rounds = 1 << int(math.log2(max(1, min(wanted, options.most_calls) / len(sets))))
     moving, fixed = loop_arguments(sets)
     compiled = make_loop(step, sets=len(sets), rounds=rounds).lower(moving, fixed).compile()
