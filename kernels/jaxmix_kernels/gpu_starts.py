@@ -81,7 +81,7 @@ def add_starts(
         raise NotImplementedError(f"B * H * E / {columns} must be at most {LARGEST_GRID}, got {programs}")
     inputs = {"q": q, "starts": starts, "enter": enter, "kept": kept, "reached": _reached(starts, kept, q.shape[1])}
     given = {name: x for name, x in inputs.items() if x is not None}
-    changed = {"out": jax.new_ref(out)} | ({} if states is None else {"states": jax.new_ref(states)})
+    changed = {"out": out} | ({} if states is None else {"states": states})
     transforms = layout_of_tiles(min(key_size, columns), q.dtype)
     scratch = {
         "start": plgpu.SMEM((key_size, columns), q.dtype, transforms=transforms),
@@ -98,8 +98,8 @@ def add_starts(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter(interpret),
     )
-    kernel(*given.values(), *changed.values())
-    return tuple(map(jax.freeze, changed.values()))
+    change: Any = pl.run_state(lambda references: kernel(*given.values(), *references))
+    return change(tuple(changed.values()))
 
 
 def _reached(starts: Array, kept: Array | None, tokens: int) -> Array:

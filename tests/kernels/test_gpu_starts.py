@@ -82,6 +82,14 @@ def test_lowers_for_a_gpu(sizes):
     gpu_checks.lower(add_starts, q, out, starts, None, None, None)
 
 
+def test_changes_in_place_what_is_given_up_without_effects():
+    """JAX splits nothing over devices that has an effect, as a mutable array has one."""
+    arrays = _case({"tokens": CHUNK, "heads": 1})
+    assert not jax.make_jaxpr(add_starts)(*arrays).effects
+    lowered = jax.jit(add_starts).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("#stablehlo.output_operand_alias<") == 2
+
+
 def test_refuses_what_it_cannot_serve():
     q, out, starts, *rest = _case({"tokens": CHUNK, "heads": 1})
     with pytest.raises(NotImplementedError, match="key size of at least 64"):
