@@ -29,7 +29,7 @@ class LoopOptions:
 
     Attributes:
         runs: timed runs of the loop, of which the median and the quartiles are taken.
-        seconds: aim for one run of the loop, or up to half as long, counted in calls from the host.
+        seconds: aim for one run of the loop; it takes between half of it and all of it.
         longest: seconds of one call above which nothing is timed.
         most_calls: calls in one run of the loop.
     """

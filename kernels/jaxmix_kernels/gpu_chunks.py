@@ -201,25 +201,30 @@ def attend_chunk(
         Outputs [C, columns], and the state after the chunk; float32.
     """
     dtype, width = values.dtype, state.shape[1]
+    segments = "run" in vectors
     if "leave" in vectors:
-        scaled[...] = (tile(values).astype(jnp.float32) * rows(vectors["leave"], width, power)).astype(dtype)
+        leave = rows(vectors["leave"], width, power)
+        scaled[...] = decayed(tile(values).astype(jnp.float32), leave, segments=segments).astype(dtype)
         plgpu.commit_smem()
     else:
         scaled = values
-    if kept is not None:
-        kept = raised(kept, power)
     transposed = keys.transpose((1, 0))
 
     def weighted(scores: Array) -> Array:
         return masked(scores, vectors, power=power).astype(dtype)
 
     def entering(out: Array) -> Array:
-        return out * rows(vectors["enter"], width, power) if "enter" in vectors else out
+        if "enter" not in vectors:
+            return out
+        return decayed(out, rows(vectors["enter"], width, power), segments=segments)
+
+    def carried() -> Array:
+        return state if kept is None else decayed(state, raised(kept, power), segments=segments)
 
     if not overlap or products.scratch is not None:
         scores = weighted(products.new((CHUNK, CHUNK), queries, transposed))
         out = products.add(entering(products.new((CHUNK, width), queries, rounded_state)), scores, values)
-        return out, products.add(state if kept is None else state * kept, transposed, scaled)
+        return out, products.add(carried(), transposed, scaled)
 
     def together(scores: Any, entered: Any, added: Any) -> tuple[Array, Array, Array]:
         plgpu.wgmma(scores, queries, transposed)
@@ -231,7 +236,7 @@ def attend_chunk(
 
     shapes: Any = (CHUNK, CHUNK), (CHUNK, width), state.shape
     scores, out, added = pl.run_scoped(together, *(_Accumulator(shape, jnp.float32) for shape in shapes))
-    return products.add(out, scores, values), (state if kept is None else state * kept) + added
+    return products.add(out, scores, values), carried() + added
 
 
 def masked(scores: Array, vectors: dict[str, Any], *, power: int = 1) -> Array:
@@ -275,6 +280,16 @@ def rows(ref: Any, width: int = CHUNK, power: int = 1, factor: float | None = No
     """A vector [C], to some power or times a factor, along the rows of a matrix of products [C, width]."""
     vector = raised(plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1)), power)
     return lax.broadcast_in_dim(vector if factor is None else vector * factor, (CHUNK, width), [0])
+
+
+def decayed(x: Array, factors: Array, *, segments: bool) -> Array:
+    """x times factors, of its shape or a number; `stopped`."""
+    return stopped(x * factors, factors, segments=segments)
+
+
+def stopped(x: Array, factors: Array, *, segments: bool) -> Array:
+    """x; with segments 0 where factors are 0, as they are behind a border, whatever x is there."""
+    return jnp.where(jnp.broadcast_to(factors, x.shape) > 0, x, 0.0) if segments else x
 
 
 def raised(x: Array, power: int) -> Array:

@@ -21,6 +21,7 @@ from jaxmix_kernels.gpu_chunks import (
     LARGEST_GRID,
     WGMMA_ROWS,
     Products,
+    decayed,
     group_of_head,
     interpreter,
     layout_of_tiles,
@@ -147,12 +148,12 @@ def _program(ref: dict[str, Any], columns: int, transforms: tuple[Any, ...]) -> 
             factor, kept = tiles[-1], ref["kept"][batch, decay_head, n]
         entered, before = Products(None).new((CHUNK, columns), chunk["q"], ref["start"]), start
         if factor is not None:
-            entered = _scaled(entered, rows(chunk["enter"], columns) * factor)
+            entered = decayed(entered, rows(chunk["enter"], columns) * factor, segments=True)
         place = batch, pl.ds(n * CHUNK, CHUNK), head, block_columns
         write("out", n, tile(chunk["out"]).astype(jnp.float32) + entered, ref["out"].at[place])
         if "states" in ref:
             if factor is not None:
-                before = _scaled(start, jnp.broadcast_to(factor, start.shape))
+                before = decayed(start, factor, segments=True)
             before = tile(chunk["states"]).astype(jnp.float32) + before
             write("states", n, before, ref["states"].at[batch, head, n, :, block_columns])
         return None if factor is None else factor * kept
@@ -165,14 +166,9 @@ def _program(ref: dict[str, Any], columns: int, transforms: tuple[Any, ...]) -> 
         step,
         grid=(ref["reached"][batch, head],),
         in_specs=[spec for spec, _ in sources.values()],
-        # As much as the shared memory has room for at the largest sizes.
-        max_concurrent_steps=3 if "states" in ref else 4,
+        # One more would not fit in shared memory with states at D = E = 128.
+        max_concurrent_steps=4,
         init_carry=jnp.float32(1) if "enter" in ref else None,
     )
     pipeline(*(source for _, source in sources.values()))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _scaled(x: Array, factors: Array) -> Array:
-    """x times factors of its shape; 0 where they are 0, whatever x is."""
-    return jnp.where(factors > 0, x * factors, 0.0)

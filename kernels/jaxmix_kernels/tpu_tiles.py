@@ -217,6 +217,7 @@ class Decays(NamedTuple):
         leave: from each token to the state after the tile, [1, 2 C].
         leave_column: the same, [2 C, 1].
         kept: from state to state, [1, 1].
+        segments: whether segments may begin in the tile: what a border stops may then be anything.
     """
 
     mask: Array
@@ -224,6 +225,7 @@ class Decays(NamedTuple):
     leave: Array | None
     leave_column: Array | None
     kept: Array | None
+    segments: bool = False
 
     @classmethod
     def unpack(cls, walk: Walk, packed: Any) -> list["Decays"]:
@@ -250,7 +252,15 @@ class Decays(NamedTuple):
         mask = jnp.exp(jnp.where(seen, exponents, -jnp.inf))
         lower = jnp.where(read[CHUNK:] < CHUNK, columns[CHUNK:, 6:7] * rows[6:7], mask[CHUNK:])
         mask = jnp.concatenate([mask[:CHUNK], lower])
-        return cls(mask, columns[:, 2:3], rows[3:4], columns[:, 3:4], rows[5:6, 0:1])
+        return cls(mask, columns[:, 2:3], rows[3:4], columns[:, 3:4], rows[5:6, 0:1], walk.segments)
+
+    def times(self, factors: Array | None, x: Array) -> Array:
+        """x times some of the factors, if there are any; `stopped`."""
+        return x if factors is None else self.stopped(factors, factors * x)
+
+    def stopped(self, factors: Array | None, x: Array) -> Array:
+        """x; with segments 0 where factors are 0, as they are behind a border, whatever x is there."""
+        return jnp.where(factors > 0, x, 0.0) if self.segments and factors is not None else x
 
 
 def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -315,8 +325,8 @@ def attend(
         states.append(state)
         if a is not None:
             carried = product(a[i], state.astype(a[i].dtype), (1, 0))
-            outs.append(inside[i] + (carried if d.enter is None else d.enter * carried))
-        state = added + (state if d.kept is None else d.kept * state)
+            outs.append(inside[i] + d.times(d.enter, carried))
+        state = added + d.times(d.kept, state)
     return Attended(outs, states, state)
 
 
@@ -324,7 +334,7 @@ def outer(b: list[Array], c: list[Array], decays: list[Decays]) -> list[Array]:
     """sum_s leave_s b_s c_s^T of every tile, [D, E] float32."""
     sums = []
     for x, y, d in zip(b, c, decays, strict=True):
-        x = x.T if d.leave is None else (d.leave * x.T.astype(jnp.float32)).astype(x.dtype)
+        x = x.T if d.leave is None else d.times(d.leave, x.T.astype(jnp.float32)).astype(x.dtype)
         sums.append(product(x, y, (1, 0)))
     return sums
 

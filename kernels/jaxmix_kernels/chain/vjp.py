@@ -27,7 +27,7 @@ from jaxmix_kernels.linear_attention.pieces import (
     split_tokens,
     starts_of_pieces,
 )
-from jaxmix_kernels.linear_attention.primitive import piece_starts
+from jaxmix_kernels.linear_attention.primitive import piece_starts, state_heads
 from jaxmix_kernels.linear_attention.vjp import known_gradients
 from jaxmix_kernels.links import Links
 from jaxmix_kernels.target import Target
@@ -62,13 +62,16 @@ def chain(
         links: HLA2, AHLA or HLA3 of `jaxmix_kernels.links`.
         target: what the kernels are made for.
         q: queries [B, T, H, D], bfloat16 or float32; all of one dtype.
-        k: keys [B, T, Hk, D]. Head h reads head h // (H / Hk), and so on for all head counts, which divide H.
+        k: keys [B, T, Hk, D]. Head h reads head h // (H / Hk), and so on for all head counts, which divide one another.
         v: values [B, T, Hv, E].
         decays: for every power of the links those of ceil(T / 64) chunks; None for no decay and no segments.
         initials: for every link the state before the first token [B, Hs, D, D or E], float32.
 
     Returns:
         out [B, T, H, E] in the dtype of v, and the final states as `linear_attention` gives them.
+
+    Raises:
+        ValueError: head counts do not divide one another.
     """
     out, finals, _, _ = _fused(links, target, q, k, v, decays, initials)
     return out, finals
@@ -225,6 +228,6 @@ def _state_heads(links: Links, q: Array, k: Array, v: Array, decays: Decays, ini
     for link, initial in zip(links, initials, strict=True):
         decayed = decays[link.power]
         decay_heads = 1 if decayed is None else decayed.kept.shape[1]
-        found.append(max(counts[link.keys], counts[link.values], initial.shape[1], decay_heads))
+        found.append(state_heads(counts[link.keys], counts[link.values], decay_heads, initial.shape[1]))
         counts[link.result] = q.shape[2]
     return found

@@ -28,6 +28,7 @@ from jaxmix_kernels.gpu_chunks import (
     WGMMA_ROWS,
     Products,
     decay_arrays,
+    decayed,
     group_of_head,
     interpreter,
     layout_of_tiles,
@@ -107,13 +108,14 @@ def decayed_attention(
     elif decays is not None:
         inputs |= {"leave": decays.enter if reverse else decays.leave, "kept": decays.kept}
     given = {name: x for name, x in inputs.items() if x is not None}
-    results = _call(given, heads, reverse, outputs, states, interpret)
+    segments = decays is not None and decays.run is not None
+    results = _call(given, heads, reverse, outputs, states, segments, interpret)
     starts = join(results, "states")[:, :, :, :key_size] if states else None
     return Result(results.get("out"), results["final"][:, :, :key_size], starts)
 
 
 def _call(
-    given: dict[str, Array], heads: int, reverse: bool, outputs: bool, states: bool, interpret: Any
+    given: dict[str, Array], heads: int, reverse: bool, outputs: bool, states: bool, segments: bool, interpret: Any
 ) -> dict[str, Array]:
     """Lays out the grid and the shared memory: final, out and states."""
     batch, tokens, _, key_size = given["b"].shape
@@ -152,6 +154,7 @@ def _call(
         heads=heads,
         columns=columns,
         reverse=reverse,
+        segments=segments,
         stages=_STAGES,
         transforms=transforms,
     )
@@ -174,6 +177,7 @@ def _program(
     heads: int,
     columns: int,
     reverse: bool,
+    segments: bool,
     stages: int,
     transforms: tuple[Any, ...],
 ) -> None:
@@ -216,15 +220,16 @@ def _program(
         added = c
         if "leave" in chunk:
             added = Operand.named(ref, "scaled")
-            added.store(c.load() * rows(chunk["leave"], columns))
+            added.store(decayed(c.load(), rows(chunk["leave"], columns), segments=segments))
             plgpu.commit_smem()
         if "out" in ref:
             out = products.new((CHUNK, columns), a, rounded)
             scores = products.new((CHUNK, CHUNK), a, b.transposed)
-            out = out * rows(chunk["enter"], columns) if "enter" in chunk else out
+            if "enter" in chunk:
+                out = decayed(out, rows(chunk["enter"], columns), segments=segments)
             out = products.add(out, a.like(masked(scores, chunk)), c)
             write(n, out)
-        state = state if kept is None else state * kept
+        state = state if kept is None else decayed(state, kept, segments=segments)
         state = products.add(state, b.transposed, added, carried=True)
         if "state" in ref:
             if "states" in ref:

@@ -15,6 +15,7 @@ from jaxmix_kernels.gpu_chunks import (
     COPYING_REGISTERS,
     Products,
     computing_registers,
+    decayed,
     group_of_head,
     layout_of_tiles,
     masked,
@@ -22,6 +23,7 @@ from jaxmix_kernels.gpu_chunks import (
     pair_sums,
     rows,
     split_index,
+    stopped,
 )
 from jaxmix_kernels.gpu_operands import LOW, Operand, halves
 from jaxmix_kernels.gpu_rings import Rings
@@ -55,6 +57,11 @@ class Plan:
     same: bool
     is_wide: bool
     interpret: bool
+
+    @property
+    def segments(self) -> bool:
+        """Whether segments may begin inside: what a border stops may then be anything."""
+        return "run" in self.vectors
 
     @property
     def inputs(self) -> dict[str, tuple[str, ...]]:
@@ -224,11 +231,12 @@ class Program:
             if plan.vectors:
                 kept = ref["kept"][self.batch, self.of_head("kept"), self.chunk(n)]
                 scaled = Operand.named(ref, "scaled")
-                scaled.store(d_out.load() * rows(tiles["enter"], plan.columns))
+                scaled.store(decayed(d_out.load(), rows(tiles["enter"], plan.columns), segments=plan.segments))
                 plgpu.commit_smem()
                 d_out = scaled
-                dx = dx * kept
-                self.deliver(n, {"carried": jnp.sum(dx * x.load(), axis=1)})
+                dx = decayed(dx, kept, segments=plan.segments)
+                carried = stopped(jnp.sum(dx * x.load(), axis=1), kept, segments=plan.segments)
+                self.deliver(n, {"carried": carried})
             dx = products.add(dx, q.transposed, d_out, carried=True)
             self.rings.release(plan.read(warpgroup), n)
             return dx
@@ -266,7 +274,7 @@ class Program:
             weights = d_out.like(weights)
             dq = products.new(wide, d_out, x.transposed)
             if pairs is not None:
-                dq = dq * rows(tiles["enter"], plan.key_size)
+                dq = decayed(dq, rows(tiles["enter"], plan.key_size), segments=plan.segments)
                 values["rises"] = pairs + jnp.sum(dq * q.load(), axis=1)
             if "more dq" in tiles:
                 dq += Operand.named(tiles, "more dq").load()
@@ -318,7 +326,7 @@ class Program:
         q, k, v, dx = (Operand.named(tiles, name) for name in ("q", "k", "v", "dx"))
         dk = products.new(wide, v, dx.transposed)
         if "leave" in tiles:
-            dk = dk * rows(tiles["leave"], self.plan.key_size)
+            dk = decayed(dk, rows(tiles["leave"], self.plan.key_size), segments=self.plan.segments)
             leaves = jnp.sum(dk * k.load(), axis=1)
         if "more dk" in tiles:
             dk += Operand.named(tiles, "more dk").load()
@@ -331,5 +339,5 @@ class Program:
         k, dx, d_out = (Operand.named(tiles, name) for name in ("k", "dx", "d_out"))
         dv = products.new((CHUNK, self.plan.columns), k, dx)
         if "leave" in tiles:
-            dv = dv * rows(tiles["leave"], self.plan.columns)
+            dv = decayed(dv, rows(tiles["leave"], self.plan.columns), segments=self.plan.segments)
         return products.add(dv if total is None else total + dv, weights, d_out)

@@ -1,6 +1,7 @@
 """Decayed linear attention of a target, over `jax.vmap` and several devices, and the states that pieces start from."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -75,6 +76,19 @@ def piece_ends(
     cut = split_decays(decays, pieces)
     added = attend(target, None, q, d_out, cut, None, reverse=True, outputs=False).final
     return starts_of_pieces(decays, added, d_final, pieces, reverse=True)[0]
+
+
+def state_heads(*counts: int) -> int:
+    """How many heads have a state of their own: the largest of the head counts of what a state is made of.
+
+    Raises:
+        ValueError: a count does not divide a larger one, so that heads would share neither all nor nothing.
+    """
+    ordered = sorted(counts)
+    for few, more in itertools.pairwise(ordered):
+        if more % few:
+            raise ValueError(f"head counts of keys, values, decays and states must divide one another, got {counts}")
+    return ordered[-1]
 
 
 def repeat_heads(x: Array, heads: int) -> Array:

@@ -116,12 +116,12 @@ def _kernel(walk: Walk, inputs: dict[str, Any], outputs: dict[str, Any], carried
         dk, dv = product(values, operand, (1, 1)), product(keys, operand, (1, 0))
         if d.leave_column is not None:
             assert found.spans is not None
-            dk, dv = d.leave_column * dk, d.leave_column * dv
-            d_state = d.kept * d_state
+            dk, dv = d.times(d.leave_column, dk), d.times(d.leave_column, dv)
+            d_state = d.times(d.kept, d_state)
             both = jnp.sum(jnp.sum(d_state * x.astype(jnp.float32), axis=1, keepdims=True), axis=0, keepdims=True)
             leaves = jnp.sum(dk * keys.astype(jnp.float32), axis=1, keepdims=True)
             by_pair = jnp.where(_is_before(bool), leaves, found.spans)
-            d_steps.append(jnp.sum(by_pair, axis=0, keepdims=True) + both)
+            d_steps.append(jnp.sum(by_pair, axis=0, keepdims=True) + d.stopped(d.kept, both))
         dks.append(found.dk + dk)
         dvs.append(found.dv + dv)
         d_state = found.d_state + d_state
@@ -152,7 +152,8 @@ def _inside(q: Array, k: Array, v: Array, d_out: Array, state: Array, decays: De
     rounded = d_weights.astype(dtype)
     dq, entering, spans = product(d_out, state, (1, 1)), d_out, None
     if decays.enter is not None:
-        dq, entering = decays.enter * dq, (decays.enter * d_out.astype(jnp.float32)).astype(dtype)
+        dq = decays.times(decays.enter, dq)
+        entering = decays.times(decays.enter, d_out.astype(jnp.float32)).astype(dtype)
         # Sixteen bits are enough where what the pairs are made of has eight.
         before = _before(d_weights * scores, parts=_PARTS[str(dtype)])
         spans = before + jnp.sum(dq * q.astype(jnp.float32), axis=1, keepdims=True)

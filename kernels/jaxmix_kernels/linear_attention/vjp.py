@@ -22,7 +22,14 @@ from jaxmix_kernels.linear_attention.pieces import (
     split_decays,
     split_tokens,
 )
-from jaxmix_kernels.linear_attention.primitive import attend, gradients, piece_ends, piece_starts, repeat_heads
+from jaxmix_kernels.linear_attention.primitive import (
+    attend,
+    gradients,
+    piece_ends,
+    piece_starts,
+    repeat_heads,
+    state_heads,
+)
 from jaxmix_kernels.target import Target
 
 Array = jax.Array
@@ -61,7 +68,7 @@ def linear_attention(
 
     Args:
         q: queries [B, T, H, D], bfloat16 or float32; all of one dtype.
-        k: keys [B, T, Hk, D]. Head h reads head h // (H / Hk), and so on for all head counts, which divide H.
+        k: keys [B, T, Hk, D]. Head h reads head h // (H / Hk), and so on for all head counts, which divide one another.
         v: values [B, T, Hv, E].
         decays: decays of ceil(T / 64) chunks of 64 tokens; tokens behind T decay nothing. None for no decay and no
             segments.
@@ -74,6 +81,7 @@ def linear_attention(
 
     Raises:
         NotImplementedError: for a dtype or for sizes that the kernels of the target do not take.
+        ValueError: head counts do not divide one another.
     """
     out, final = _call(q, k, v, decays, initial, target)
     assert out is not None
@@ -273,7 +281,7 @@ def _by_head(plan: _Plan, arguments: BackwardArguments) -> BackwardResult:
 
 
 def _state_heads(k: Array, v: Array, decays: ChunkDecays | None, initial: Array) -> int:
-    return max(k.shape[2], v.shape[2], initial.shape[1], 1 if decays is None else decays.enter.shape[1])
+    return state_heads(k.shape[2], v.shape[2], 1 if decays is None else decays.enter.shape[1], initial.shape[1])
 
 
 def _state_dtype(x: Array) -> Any:
