@@ -98,6 +98,7 @@ def arguments() -> argparse.Namespace:
         task.add_argument("--together", type=int, help="runs trained at once: all of a mixer, one on a CPU")
         task.add_argument("--steps", type=int, default=budget.steps)
         task.add_argument("--batch", type=int, default=budget.batch)
+        task.add_argument("--warmup", type=int, help="updates until the rate is at its peak, a tenth by default")
         task.add_argument("--width", type=int, default=size.width)
         task.add_argument("--heads", type=int, default=size.heads)
         task.add_argument("--parameters", type=int, default=size.parameters)
@@ -128,6 +129,8 @@ def main() -> None:
             part: dataclasses.asdict(kind(**{field.name: given[field.name] for field in dataclasses.fields(kind)}))
             for part, kind in parts.items()
         }
+        if chosen.warmup is None:
+            del settings["budget"]["warmup"]  # Runs from before there was a choice have none either.
         settings = json.loads(json.dumps(settings))
         if any(run["settings"] != settings for run in read([chosen.out])):
             raise SystemExit(f"{chosen.out} holds runs with other settings; give another --out")
@@ -146,7 +149,7 @@ def main() -> None:
     report.plot(runs, chosen.out / "plot.png")
     print(text)
     print(runs[0]["settings"])
-    print(RECIPE, f"times the learning rate, of state spaces at most {SSM_RATE}; warm-up a tenth of the run")
+    print(RECIPE, f"times the learning rate, of state spaces at most {SSM_RATE}; warm-up a tenth of the run by default")
     print(shlex.join(["python", *sys.argv]))
     print(environment(), f"{os.cpu_count()} cores")
 

@@ -21,7 +21,7 @@ from jaxmix.train.optimizer import make_optimizer, parameter_labels
 from jaxmix.train.step import TrainState, init_state, make_train_step, split_model
 
 RECIPE = OptimizerConfig(learning_rate=1.0, ssm_learning_rate=1.0, warmup_steps=1, final_fraction=0.02)
-"""At a peak of 1; `scaled` brings the peak in. The warm-up is set to a tenth of the run."""
+"""At a peak of 1; `scaled` brings the peak and the warm-up in."""
 SSM_RATE = OptimizerConfig().ssm_learning_rate
 
 
@@ -49,15 +49,17 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Updates, and sequences of an update."""
+    """Updates, sequences of an update, and updates until the rate is at its peak; None for a tenth of all."""
 
     steps: int
     batch: int
+    warmup: int | None = None
 
 
-def scaled(rate: jax.Array, steps: int) -> optax.GradientTransformation:
+def scaled(rate: jax.Array, budget: Budget) -> optax.GradientTransformation:
     """The library's optimizer with a peak learning rate that is an array; updates are proportional to it."""
-    unit = make_optimizer(dataclasses.replace(RECIPE, warmup_steps=max(1, steps // 10)), steps)
+    warmup = max(1, budget.steps // 10) if budget.warmup is None else budget.warmup
+    unit = make_optimizer(dataclasses.replace(RECIPE, warmup_steps=warmup), budget.steps)
 
     def scale(updates: Any, params: Any = None) -> Any:
         rates = {"matrix": rate, "vector": rate, "ssm": jnp.minimum(rate, SSM_RATE)}
@@ -83,12 +85,12 @@ def train(
     @jax.vmap
     def begin(rate: jax.Array, seed: jax.Array) -> TrainState:
         _, params = split_model(Decoder(config, rngs=nnx.Rngs(jax.random.key(seed))))
-        return init_state(params, scaled(rate, budget.steps))
+        return init_state(params, scaled(rate, budget))
 
     @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
     def advance(state: TrainState, rates: jax.Array, seeds: jax.Array, updates: int) -> tuple[TrainState, jax.Array]:
         def one(state: TrainState, rate: jax.Array, seed: jax.Array) -> tuple[TrainState, jax.Array]:
-            step = make_train_step(structure, scaled(rate, budget.steps))
+            step = make_train_step(structure, scaled(rate, budget))
             key = jax.random.fold_in(jax.random.key(seed), 1)
 
             def body(state: TrainState, _: None) -> tuple[TrainState, jax.Array]:
