@@ -8,7 +8,6 @@ Times are device times of chained calls inside one compiled loop, median of 20 r
 """
 
 import argparse
-import dataclasses
 import functools
 import time
 import traceback
@@ -22,6 +21,7 @@ from jax import lax
 from jaxmix_kernels.ahla import gpu as ahla
 from jaxmix_kernels.decays import CHUNK, BackwardArguments, ChunkDecays
 from jaxmix_kernels.gpu_chain import chain_forward
+from jaxmix_kernels.gpu_starts import add_starts
 from jaxmix_kernels.hla2 import gpu as hla2
 from jaxmix_kernels.hla3 import gpu as hla3
 from jaxmix_kernels.linear_attention import gpu
@@ -82,6 +82,14 @@ GRADIENTS: dict[str, dict] = {
 GRADIENTS |= {f"float32, {name}": {"dtype": jnp.float32, **arguments} for name, arguments in GRADIENTS.items()}
 
 
+STARTS: dict[str, dict] = {
+    "starts D 64, E 64": {"key_size": 64, "value_size": 64},
+    "starts D 128, E 128": {"key_size": 128, "value_size": 128},
+    "starts D 128, E 128, no decay": {"key_size": 128, "value_size": 128, "decay": None, "segments": False},
+}
+"""What the starts of pieces give, added in place."""
+
+
 def ratio(actual, expected) -> float:
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
     return float(np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)))
@@ -111,18 +119,8 @@ def check_chain(name: str) -> bool:
     start = time.perf_counter()
     actual = jax.jit(lambda q, k, v, d: function(q, k, v, d, *[None] * len(links)))(q, k, v, decays)
 
-    @jax.jit
-    def unfused(q, k, v, decays):
-        tiles, finals = {"k": k, "v": v}, []
-        for link in links:
-            keys, values = tiles[link.keys], tiles[link.values]
-            result = reference.decayed_attention(q, keys, values, to_power(decays, link.power), None)
-            tiles[link.result] = result.out
-            repeats = q.shape[2] // result.final.shape[1]
-            finals.append(jnp.repeat(result.final, repeats, axis=1))
-        return tiles["out"], *finals
-
-    expected = unfused(*(x.astype(jnp.float32) for x in (q, k, v)), decays)
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    expected = jax.jit(functools.partial(reference.chain_forward, links))(*wide, decays, [None] * len(links))
     names = ("out", *(f"state {i}" for i in range(len(links))))
     errors = {field: ratio(x, y) for field, x, y in zip(names, actual, expected, strict=True)}
     return report(name, errors, start)
@@ -156,6 +154,21 @@ def check_backward(name: str) -> bool:
     return report(name, errors, start, limit_of(q))
 
 
+def check_starts(name: str) -> bool:
+    """The same for what is added to outputs and states."""
+    options = {"batch": 4, "tokens": 1024, "heads": 4, "decay": -0.01, "dtype": jnp.bfloat16}
+    q, _, _, decays, starts, out = reference.random_case(**(options | STARTS[name]))
+    start = time.perf_counter()
+    shape = (*starts.shape[:2], q.shape[1] // CHUNK, *starts.shape[2:])
+    states = jax.random.normal(jax.random.key(0), shape, q.dtype)
+    edges = (None, None) if decays is None else (decays.enter, decays.kept)
+    actual = jax.jit(add_starts)(q, out, starts, *edges, states)
+    q, out, states = (x.astype(jnp.float32) for x in (q, out, states))
+    expected = jax.jit(reference.add_starts)(q, out, starts, *edges, states)
+    errors = {field: ratio(x, y) for field, x, y in zip(("out", "states"), actual, expected, strict=True)}
+    return report(name, errors, start)
+
+
 def decays_of(steps: jax.Array) -> ChunkDecays:
     """Decays of log decays [B, Hd, N, C], without segments."""
     sums = jnp.cumsum(steps, axis=-1)
@@ -169,14 +182,6 @@ def decays_of(steps: jax.Array) -> ChunkDecays:
         run=None,
         steps=steps,
     )
-
-
-def to_power(decays: ChunkDecays | None, power: int) -> ChunkDecays | None:
-    if decays is None or power == 1:
-        return decays
-    scaled = {name: getattr(decays, name) * power for name in ("high", "low")}
-    raised = {name: getattr(decays, name) ** power for name in ("enter", "leave", "kept")}
-    return dataclasses.replace(decays, **scaled, **raised)
 
 
 def limit_of(x: jax.Array) -> float:
@@ -303,11 +308,13 @@ def main() -> None:
     print(jax.__version__, jax.devices(), flush=True)
     bad = []
     if options.only != "time":
-        for name in (*CASES, *CHAINS, *GRADIENTS):
+        cases = dict.fromkeys(CASES, check) | dict.fromkeys(CHAINS, check_chain)
+        cases |= dict.fromkeys(GRADIENTS, check_backward) | dict.fromkeys(STARTS, check_starts)
+        for name, function in cases.items():
             if options.match not in name:
                 continue
             try:
-                good = (check if name in CASES else check_chain if name in CHAINS else check_backward)(name)
+                good = function(name)
             except Exception:
                 good = False
                 print(f"BAD  {name}\n{traceback.format_exc(limit=-4)[-1500:]}", flush=True)
