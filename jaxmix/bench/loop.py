@@ -29,7 +29,8 @@ class LoopOptions:
 
     Attributes:
         runs: timed runs of the loop, of which the median and the quartiles are taken.
-        seconds: aim for one run of the loop; it takes between half of it and all of it.
+        seconds: aim for one run of the loop, by what a call takes from the host; turns are rounded down to a power of
+            two.
         longest: seconds of one call above which nothing is timed.
         most_calls: calls in one run of the loop.
     """

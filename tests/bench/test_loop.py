@@ -111,8 +111,7 @@ def test_time_is_positive_and_counts_its_calls():
     found = time_step(*STEPS["matrix product"], single=1e-4, options=QUICK)
     assert 0 < found.timing.lower <= found.timing.median <= found.timing.upper
     assert (found.timing.repeats, found.copies) == (3, 0)
-    assert found.calls % 2 == 0
-    assert 2 <= found.calls <= 6
+    assert found.calls in (2, 4), "turns of two calls, at most three of them, a power of two"
 
 
 def test_results_that_are_not_finite_have_no_time():
