@@ -1,7 +1,7 @@
 """Checks the mixers over kernels against their float32 scan on the device, and times them forward and backward.
 
     PYTHONPATH=.:kernels python experiments/kernels_device/mixers.py [--only check|time] [--mixers M ...] [--lengths T]
-        [--dtype bfloat16|float32] [--shape B T H D]
+        [--dtype bfloat16|float32] [--shape B T H D] [--documents N]
 
 An error is the root mean square of the difference over that of the scan, which gets the same numbers in float32. For G
 and h of hla2, which only ever leave S C and S m, it is over those products, since G and h are what cancelling leaves.
@@ -140,9 +140,10 @@ def both(function: Any) -> Any:
     return jax.grad(loss, argnums=(0, 1, 2, 3))
 
 
-def measure(names: list[str], narrow: Any, shapes: Sequence[Sequence[int]]) -> None:
+def measure(names: list[str], narrow: Any, shapes: Sequence[Sequence[int]], documents: int) -> None:
     for batch, length, heads, size in shapes:
-        print((batch, length, heads, size), flush=True)
+        print((batch, length, heads, size), f"{documents} documents" if documents else "", flush=True)
+        ids = jnp.broadcast_to(1 + jnp.arange(length) * documents // length, (batch, length)) if documents else None
         sets = []
         for seed in (0, 1):
             keys = jax.random.split(jax.random.key(seed), 4)
@@ -150,13 +151,13 @@ def measure(names: list[str], narrow: Any, shapes: Sequence[Sequence[int]]) -> N
             log_decay = -0.02 * jax.random.uniform(keys[3], (batch, length, heads))
             sets.append((*(x.astype(narrow) for x in (q, k, v)), log_decay))
 
-        functions = {"cuDNN causal attention": cudnn} if narrow == jnp.bfloat16 else {}
+        functions = {"cuDNN causal attention": cudnn} if narrow == jnp.bfloat16 and not documents else {}
         for name in names:
-            mixer = functools.partial(MIXERS[name], implementation="pallas")
+            mixer = functools.partial(MIXERS[name], implementation="pallas", segment_ids=ids)
             functions[name] = lambda q, k, v, g, mixer=mixer: mixer(q, k, v, g)[0]
             functions[f"{name}, no decay"] = lambda q, k, v, g, mixer=mixer: mixer(q, k, v)[0]
             if narrow == jnp.float32:
-                scan = functools.partial(MIXERS[name], implementation="scan")
+                scan = functools.partial(MIXERS[name], implementation="scan", segment_ids=ids)
                 functions[f"{name}, scan"] = lambda q, k, v, g, mixer=scan: mixer(q, k, v, g)[0]
         for name, function in functions.items():
             for what, made in (("forward", function), ("forward and backward", both(function))):
@@ -173,12 +174,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of q, k and v")
     parser.add_argument("--lengths", type=int, nargs="+", help="check sequences of these lengths only")
     parser.add_argument("--shape", type=int, nargs=4, action="append", metavar=tuple("BTHD"), help="time at this one")
+    parser.add_argument("--documents", type=int, default=0, help="time sequences packed of so many documents")
     chosen = parser.parse_args()
     print(jax.__version__, jax.devices(), flush=True)
     if chosen.only != "time":
         check(chosen.mixers, chosen.lengths, jnp.dtype(chosen.dtype))
     if chosen.only != "check":
-        measure(chosen.mixers, jnp.dtype(chosen.dtype), chosen.shape or TIMED)
+        measure(chosen.mixers, jnp.dtype(chosen.dtype), chosen.shape or TIMED, chosen.documents)
 
 
 if __name__ == "__main__":
