@@ -41,7 +41,7 @@ from jaxmix_kernels.gpu_chunks import (
     refuse,
     split_index,
 )
-from jaxmix_kernels.gpu_rings import Rings
+from jaxmix_kernels.gpu_rings import Rings, Turn
 from jaxmix_kernels.links import Link
 
 Array = jax.Array
@@ -206,9 +206,9 @@ class _Plan:
             scratch[f"empty {group}"] = plgpu.Barrier(num_arrivals=readers, num_barriers=slots)
         scratch["tile out"] = shared(_SLOTS, CHUNK, self.columns)
         for worker in self.workers:
-            scratch[f"state {worker.number}"] = shared(self.key_size, self.width(worker))
+            scratch[f"state {worker.number}"] = shared(1, self.key_size, self.width(worker))
             if vectors:
-                scratch[f"scaled {worker.number}"] = shared(CHUNK, self.width(worker))
+                scratch[f"scaled {worker.number}"] = shared(1, CHUNK, self.width(worker))
             if self.interpret:
                 scratch[f"scores {worker.number}"] = shared(CHUNK, CHUNK)
         return scratch
@@ -271,7 +271,7 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
     own = slice(None) if worker.part is None else pl.ds(worker.part * COLUMNS, COLUMNS)
     state_columns = block_columns if worker.part is None else own
     products = Products.named(ref, f"scores {worker.number}")
-    rounded, dtype = ref[f"state {worker.number}"], ref["q"].dtype
+    rounded_states, dtype = ref[f"state {worker.number}"], ref["q"].dtype
 
     rings = _rings(plan, ref)
     vectors = tuple(name for name in VECTORS if name in ref)
@@ -291,12 +291,15 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
         blocks = ref["out"].shape[3] // plan.columns
         pl.when(block == 0)(copy) if shared and blocks > 1 else copy()
 
-    def step(n: Any, state: Array) -> Array:
-        kept = None
+    def step(turn: Turn, state: Array) -> Array:
+        n, kept = turn.number, None
         if "kept" in ref:
             kept = ref["kept"][batch, group_of_head(head, plan.heads, ref["kept"].shape[1]), n]
+        own_place = _own_place(kept)
+        rounded = rounded_states.at[own_place]
+        scaled = ref[f"scaled {worker.number}"].at[own_place] if vectors else None
         keep(rounded, f"states {number}", (batch, head, n, slice(None), state_columns), shared=worker.part is not None)
-        tiles = rings.take(read, n)
+        tiles = rings.take(read, turn)
         for name in copied:
             columns = slice(None) if plan.is_keyed(name) else block_columns
             place = batch, pl.ds(n * CHUNK, CHUNK), head, columns
@@ -310,26 +313,26 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
             {name: tiles[name] for name in vectors},
             kept,
             rounded_state=rounded,
-            scaled=ref.get(f"scaled {worker.number}"),
+            scaled=scaled,
             power=link.power,
             overlap=plan.overlap,
         )
         if f"states {number}" in ref:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        rings.release(read, n)
+        rings.release(read, turn)
         rounded[...] = state.astype(dtype)
         if link.result == "out":
             plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
-            source = ref["tile out"].at[rings.slot("out", n)]
+            source = ref["tile out"].at[rings.slot("out", turn)]
             source[...] = out.astype(dtype)
             plgpu.commit_smem()
             target = ref["out"].at[batch, pl.ds(n * CHUNK, CHUNK), head, block_columns]
             plgpu.copy_smem_to_gmem(source, target)
             return state
-        slot = rings.wait_until_free(link.result, n)
+        slot = rings.wait_until_free(link.result, turn)
         ref[f"tile {link.result}"].at[slot, :, own][...] = out.astype(dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(rings.full(link.result, n))
+        plgpu.barrier_arrive(rings.full(link.result, turn))
         return state
 
     if f"initial {number}" in ref:
@@ -338,9 +341,9 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
         state = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
     else:
         state = plgpu.layout_cast(jnp.zeros((plan.key_size, width), jnp.float32), plgpu.Layout.WGMMA)
-    rounded[...] = state.astype(dtype)
+    rounded_states[0] = state.astype(dtype)
     plgpu.commit_smem()
-    state = lax.fori_loop(0, ref["q"].shape[1] // CHUNK, step, state)
+    state = rings.walk(step, state)
     if link.result != "out":
         rings.drain(link.result)
     if link.result == "out" or f"states {number}" in ref:
@@ -350,3 +353,13 @@ def _work(plan: _Plan, worker: _Worker, ref: dict[str, Any], batch: Any, head: A
         ref[f"final {number}"][batch, head, :, state_columns] = state
 
     store() if worker.part is None else pl.when(block == 0)(store)
+
+
+def _own_place(kept: Array | None) -> Any:
+    """Index of what a warpgroup has in shared memory for itself: 0.
+
+    With decays it is made from one, which is never negative, as if it could be anything. Where it is known, the
+    compiler takes the addresses of all operands there out of the loop over chunks, has no registers left for them, and
+    then reads them back from memory in every turn, or lets no two products overlap.
+    """
+    return jnp.int32(0) if kept is None else (kept < 0).astype(jnp.int32)

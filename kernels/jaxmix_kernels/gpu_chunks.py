@@ -142,6 +142,18 @@ class Products:
         accumulate: Any = pl.run_state(lambda accumulator: _multiply(accumulator, factors))
         return accumulate(_Accumulator.init(total))
 
+    def add_together(self, *sums: tuple[Array, Any, Any]) -> Any:
+        """`add` of several totals, which run side by side on a device: for each the total, left and right."""
+        if self.scratch is not None:
+            return tuple(self.add(*each) for each in sums)
+
+        def multiply(accumulators: tuple[Any, ...]) -> None:
+            for accumulator, (_, left, right) in zip(accumulators, sums, strict=True):
+                _multiply(accumulator, self._factors(left, right))
+
+        accumulate: Any = pl.run_state(multiply)
+        return accumulate(tuple(_Accumulator.init(total) for total, _, _ in sums))
+
     def _factors(self, left: Any, right: Any) -> list[tuple[Any, Any]]:
         """What is multiplied, the small products first."""
         lefts, rights = (x.parts if isinstance(x, Operand) else (x,) for x in (left, right))
@@ -195,7 +207,7 @@ def attend_chunk(
         rounded_state: X in shared memory [D, columns], in the dtype of the tiles.
         scaled: room for leave times values, [C, columns]; None without decays.
         power: exponent of all decays.
-        overlap: products that do not depend on each other run together, which takes more registers.
+        overlap: the products with queries run together, which takes more registers.
 
     Returns:
         Outputs [C, columns], and the state after the chunk; float32.
@@ -221,22 +233,19 @@ def attend_chunk(
     def carried() -> Array:
         return state if kept is None else decayed(state, raised(kept, power), segments=segments)
 
-    if not overlap or products.scratch is not None:
-        scores = weighted(products.new((CHUNK, CHUNK), queries, transposed))
-        out = products.add(entering(products.new((CHUNK, width), queries, rounded_state)), scores, values)
-        return out, products.add(carried(), transposed, scaled)
-
-    def together(scores: Any, entered: Any, added: Any) -> tuple[Array, Array, Array]:
+    def together(scores: Any, entered: Any) -> tuple[Array, Array]:
         plgpu.wgmma(scores, queries, transposed)
         plgpu.wgmma(entered, queries, rounded_state)
-        plgpu.wgmma(added, transposed, scaled)
-        weights = weighted(plgpu.wgmma_accumulator_load(scores, wait_n=2))
-        out = entering(plgpu.wgmma_accumulator_load(entered, wait_n=1))
-        return weights, out, plgpu.wgmma_accumulator_load(added, wait_n=0)
+        weights = weighted(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+        return weights, entering(plgpu.wgmma_accumulator_load(entered, wait_n=0))
 
-    shapes: Any = (CHUNK, CHUNK), (CHUNK, width), state.shape
-    scores, out, added = pl.run_scoped(together, *(_Accumulator(shape, jnp.float32) for shape in shapes))
-    return products.add(out, scores, values), carried() + added
+    square, shape = (CHUNK, CHUNK), (CHUNK, width)
+    if overlap and products.scratch is None:
+        weights, out = pl.run_scoped(together, *(_Accumulator(each, jnp.float32) for each in (square, shape)))
+    else:
+        weights = weighted(products.new(square, queries, transposed))
+        out = entering(products.new(shape, queries, rounded_state))
+    return products.add_together((out, weights, values), (carried(), transposed, scaled))
 
 
 def masked(scores: Array, vectors: dict[str, Any], *, power: int = 1) -> Array:

@@ -119,17 +119,6 @@ def test_outputs_final_states_and_gradients(name, case):
     assert_close(run(arguments, decays), expect(name, case), EXACT)
 
 
-def test_longer_pieces_are_cut_further(monkeypatch):
-    """Into eight, of one chunk each, the last three of nothing but padding; keys of 40 are filled up to 64."""
-    expected = expect("ahla", UNDECAYED)
-    monkeypatch.setattr("jaxmix_kernels.chain.vjp.LONGEST_PIECE", 64)
-    arguments, decays, target = draw(AHLA, *CASES[UNDECAYED])
-    run = with_gradients(functools.partial(fused, links=AHLA, target=target))
-    shapes = {x.aval.shape for equation in jax.make_jaxpr(run)(arguments, decays).eqns for x in equation.outvars}
-    assert (8 * BATCH, 64, HEADS, 64) in shapes
-    assert_close(jax.jit(run)(arguments, decays), expected, EXACT)
-
-
 def test_heads_that_share_neither_all_nor_nothing_are_refused():
     q, k, v = (jnp.zeros((1, 64, count, 32), jnp.float32) for count in (6, 2, 3))
     initials = (jnp.zeros((1, 1, 32, 32), jnp.float32),) * 2

@@ -233,17 +233,6 @@ def test_sequences_are_split_only_as_far_as_it_pays():
         assert choose_pieces(heads, length, programs) == count
 
 
-def test_what_is_cut_may_be_cut_into_shorter_pieces():
-    for heads, length, count in (
-        (64, 131072, 8),
-        (32, 262144, 16),
-        (66, 5000, 2),
-        (67, 1 << 20, 1),
-        (66, 16384 * 4 + 1, 8),
-    ):
-        assert choose_pieces(heads, length, 132, longest=16384) == count
-
-
 def test_timed_shapes_are_cut_only_where_heads_and_their_blocks_leave_cores_idle():
     target = Target("gpu")
     for (batch, length, heads, size), expected in (

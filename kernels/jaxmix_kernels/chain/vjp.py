@@ -17,7 +17,6 @@ import jax
 from jaxmix_kernels.decays import CHUNK, ChunkDecays
 from jaxmix_kernels.linear_attention.partition import spread
 from jaxmix_kernels.linear_attention.pieces import (
-    LONGEST_PIECE,
     choose_pieces,
     join_pieces,
     last_piece,
@@ -137,7 +136,7 @@ def _fused(
     """
     length, sizes = q.shape[1], {"k": k.shape[3], "v": v.shape[3]}
     programs = q.shape[0] * q.shape[2] * target.blocks(v.shape[3])
-    pieces = choose_pieces(programs, length, target.programs, longest=LONGEST_PIECE)
+    pieces = choose_pieces(programs, length, target.programs)
     tokens = {name: pad_sizes(x, (3,), pieces * CHUNK) for name, x in {"q": q, "k": k, "v": v}.items()}
     tokens = {name: split_tokens(x, pieces) for name, x in tokens.items()}
     whole = {

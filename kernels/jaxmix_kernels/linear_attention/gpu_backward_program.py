@@ -26,7 +26,7 @@ from jaxmix_kernels.gpu_chunks import (
     stopped,
 )
 from jaxmix_kernels.gpu_operands import LOW, Operand, halves
-from jaxmix_kernels.gpu_rings import Rings
+from jaxmix_kernels.gpu_rings import Rings, Turn
 
 Array = jax.Array
 
@@ -221,24 +221,24 @@ class Program:
         ref, plan, warpgroup = self.ref, self.plan, _STATE
         products = Products.named(ref, f"scores {warpgroup}")
 
-        def step(n: Any, dx: Array) -> Array:
-            slot = self.rings.wait_until_free("dx", n)
+        def step(turn: Turn, dx: Array) -> Array:
+            slot = self.rings.wait_until_free("dx", turn)
             Operand(tuple(ref[f"tile {half}"].at[slot] for half in plan.halves("dx"))).store(dx)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(self.rings.full("dx", n))
-            tiles = self.rings.take(plan.read(warpgroup), n)
+            plgpu.barrier_arrive(self.rings.full("dx", turn))
+            tiles = self.rings.take(plan.read(warpgroup), turn)
             q, x, d_out = (Operand.named(tiles, name) for name in ("q", "x", "d_out"))
             if plan.vectors:
-                kept = ref["kept"][self.batch, self.of_head("kept"), self.chunk(n)]
+                kept = ref["kept"][self.batch, self.of_head("kept"), self.chunk(turn.number)]
                 scaled = Operand.named(ref, "scaled")
                 scaled.store(decayed(d_out.load(), rows(tiles["enter"], plan.columns), segments=plan.segments))
                 plgpu.commit_smem()
                 d_out = scaled
                 dx = decayed(dx, kept, segments=plan.segments)
                 carried = stopped(jnp.sum(dx * x.load(), axis=1), kept, segments=plan.segments)
-                self.deliver(n, {"carried": carried})
+                self.deliver(turn.number, {"carried": carried})
             dx = products.add(dx, q.transposed, d_out, carried=True)
-            self.rings.release(plan.read(warpgroup), n)
+            self.rings.release(plan.read(warpgroup), turn)
             return dx
 
         if "d_final" in ref:
@@ -246,7 +246,7 @@ class Program:
             dx = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
         else:
             dx = plgpu.layout_cast(jnp.zeros((plan.key_size, plan.columns), jnp.float32), plgpu.Layout.WGMMA)
-        dx = lax.fori_loop(0, self.count, step, dx)
+        dx = self.rings.walk(step, dx)
         self.rings.drain("dx")
         plgpu.wait_smem_to_gmem(0)
         ref["d_initial"][self.batch, self.head, :, self.block_columns] = dx
@@ -257,9 +257,8 @@ class Program:
         products = Products.named(self.ref, f"scores {warpgroup}")
         square, wide = (CHUNK, CHUNK), (CHUNK, plan.key_size)
 
-        @pl.loop(0, self.count)
-        def _(n: Any) -> None:
-            tiles = self.rings.take(plan.read(warpgroup), n)
+        def step(turn: Turn, _: None) -> None:
+            tiles = self.rings.take(plan.read(warpgroup), turn)
             vectors = {name: tiles[name] for name in plan.vectors}
             q, k, v, x, d_out = (Operand.named(tiles, name) for name in ("q", "k", "v", "x", "d_out"))
             pair = square, d_out, v.transposed
@@ -279,9 +278,10 @@ class Program:
             if "more dq" in tiles:
                 dq += Operand.named(tiles, "more dq").load()
             values["dq"] = products.add(dq, weights, k)
-            self.rings.release(plan.read(warpgroup), n)
-            self.deliver(n, values)
+            self.rings.release(plan.read(warpgroup), turn)
+            self.deliver(turn.number, values)
 
+        self.rings.walk(step)
         plgpu.wait_smem_to_gmem(0)
 
     def keys(self) -> None:
@@ -290,9 +290,8 @@ class Program:
         products = Products.named(self.ref, f"scores {warpgroup}")
         square = CHUNK, CHUNK
 
-        @pl.loop(0, self.count)
-        def _(n: Any) -> None:
-            tiles = self.rings.take(plan.read(warpgroup), n)
+        def step(turn: Turn, _: None) -> None:
+            tiles = self.rings.take(plan.read(warpgroup), turn)
             vectors = {name: tiles[name] for name in plan.vectors}
             q, k, v, d_out = (Operand.named(tiles, name) for name in ("q", "k", "v", "d_out"))
             values = {}
@@ -305,7 +304,7 @@ class Program:
                 # One after the other, which takes fewer registers.
                 dv = self.of_values(products, tiles, weights)
                 if not plan.same:
-                    self.deliver(n, {"dv": dv})
+                    self.deliver(turn.number, {"dv": dv})
                 dk, leaves = self.of_keys(products, tiles, d_weights)
                 found = {"dk": dk + dv if plan.same else dk}
             else:
@@ -315,9 +314,10 @@ class Program:
             if leaves is not None:
                 values["leaves"] = leaves
             values |= found
-            self.rings.release(plan.read(warpgroup), n)
-            self.deliver(n, values)
+            self.rings.release(plan.read(warpgroup), turn)
+            self.deliver(turn.number, values)
 
+        self.rings.walk(step)
         plgpu.wait_smem_to_gmem(0)
 
     def of_keys(self, products: Products, tiles: dict[str, Any], d_weights: Operand) -> tuple[Array, Array | None]:

@@ -16,27 +16,20 @@ Array = jax.Array
 
 SHORTEST_PIECE = 16 * CHUNK
 """Fewest tokens of a piece: below, the first pass and the padding cost more than the cores they occupy."""
-LONGEST_PIECE = 256 * CHUNK
-"""Most tokens of a piece of a fused chain, whose kernel takes longer for a token of longer ones."""
 UNROLLED = 16
 """Most pieces whose states are computed without a loop."""
 
 
-def choose_pieces(heads: int, length: int, programs: int, *, longest: int | None = None) -> int:
+def choose_pieces(heads: int, length: int, programs: int) -> int:
     """Number of pieces P: the largest power of two with P * heads <= programs, while pieces have >= 1024 tokens.
-
-    If that is more than one, and `longest` is given, the next for which no piece has more tokens than that.
 
     Args:
         heads: programs of uncut sequences: heads of all, B * H, times blocks of value columns of each.
         length: tokens, T.
         programs: programs that a device runs side by side.
-        longest: most tokens of a piece.
     """
     pieces = 1
     while 2 * pieces * heads <= programs and length >= 2 * pieces * SHORTEST_PIECE:
-        pieces *= 2
-    while longest is not None and pieces > 1 and length > pieces * longest:
         pieces *= 2
     return pieces
 
