@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmix_kernels.decays import CHUNK
+from jaxmix_kernels.linear_attention import gpu
 from jaxmix_kernels.linear_attention.gpu import decayed_attention
 from tests.kernels import gpu_checks, reference
 from tests.tolerances import assert_close
@@ -57,6 +58,23 @@ def test_final_state_alone():
     alone = _interpret(None, b, c, decays, initial, outputs=False)
     assert alone.out is None
     np.testing.assert_array_equal(alone.final, whole.final)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_final_state_of_a_long_sequence_begins_where_decays_leave_something(monkeypatch, reverse):
+    """Of six chunks one head keeps the last three to be walked, one all, one the last; NaN is elsewhere."""
+    monkeypatch.setattr(gpu, "LONG", 5)
+    rng = np.random.default_rng(0)
+    b, c = (jnp.asarray(rng.normal(size=(1, 6 * CHUNK, 3, size)) / 8, jnp.bfloat16) for size in (32, 64))
+    steps = np.repeat(np.array([-40.0, -1.0, -200.0]) / CHUNK, 6 * CHUNK).reshape(1, 3, 6 * CHUNK)
+    decays = reference.make_decays(steps)
+    options = {"reverse": reverse, "outputs": False}
+    expected = reference.decayed_attention(None, b, c, decays, None, **options).final
+
+    walked = np.arange(6) if reverse else np.arange(6)[::-1]
+    seen = walked[:, None] < np.array([3, 6, 1])
+    c = jnp.where(np.repeat(seen, CHUNK, axis=0)[None, :, :, None], c, jnp.nan)
+    assert_close(_interpret(None, b, c, decays, None, **options).final, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("outputs", [True, False], ids=["with outputs", "without"])

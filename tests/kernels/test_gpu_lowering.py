@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxmix_kernels.decays import CHUNK
 from jaxmix_kernels.gpu_chunks import COPYING_REGISTERS, SIZES, computing_registers
-from jaxmix_kernels.linear_attention.gpu import decayed_attention
+from jaxmix_kernels.linear_attention.gpu import LONG, decayed_attention
 from tests.kernels import gpu_checks, reference
 
 VARIANTS = {
@@ -36,6 +37,12 @@ def test_every_variant(name):
     for reverse in (False, True):
         alone = functools.partial(decayed_attention, outputs=False, reverse=reverse)
         gpu_checks.lower(alone, None, b, c, decays, None)
+
+
+def test_long_sequences():
+    _, b, c, decays, _, _ = _shapes(tokens=(LONG + 1) * CHUNK)
+    for reverse in (False, True):
+        gpu_checks.lower(functools.partial(decayed_attention, outputs=False, reverse=reverse), None, b, c, decays, None)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])

@@ -44,6 +44,8 @@ Array = jax.Array
 _SLOTS = 2
 _STAGES = 2
 """Chunks in flight between global and shared memory."""
+LONG = 256
+"""Chunks beyond which it is worth the while to find out where a final state begins to hold anything."""
 
 
 def decayed_attention(
@@ -107,11 +109,19 @@ def decayed_attention(
         inputs |= decay_arrays(decays, b.dtype)
     elif decays is not None:
         inputs |= {"leave": decays.enter if reverse else decays.leave, "kept": decays.kept}
+        if initial is None and not states and b.shape[1] > LONG * CHUNK:
+            inputs["first"] = _first(decays.kept, reverse)
     given = {name: x for name, x in inputs.items() if x is not None}
     segments = decays is not None and decays.run is not None
     results = _call(given, heads, reverse, outputs, states, segments, interpret)
     starts = join(results, "states")[:, :, :, :key_size] if states else None
     return Result(results.get("out"), results["final"][:, :, :key_size], starts)
+
+
+def _first(kept: Array, reverse: bool) -> Array:
+    """How many chunks are walked of which the decays behind leave nothing in the final state, int32 [B, Hd]."""
+    behind = jnp.cumprod(kept if reverse else kept[:, :, ::-1], axis=2)[:, :, :-1]
+    return kept.shape[2] - 1 - jnp.sum(jnp.cumprod(behind != 0, axis=2), axis=2, dtype=jnp.int32)
 
 
 def _call(
@@ -193,8 +203,10 @@ def _program(
     def of_head(name: str, axis: int) -> Any:
         return group_of_head(head, heads, ref[name].shape[axis])
 
+    first = ref["first"][batch, of_head("first", 1)] if "first" in ref else jnp.int32(0)
+
     def chunk_index(n: Any) -> Any:
-        return jnp.int32(count - 1) - n if reverse else n
+        return count - 1 - first - n if reverse else first + n
 
     block_spec = functools.partial(plgpu.BlockSpec, index_map=lambda n: (chunk_index(n), 0), transforms=transforms)
     keys, values = block_spec((CHUNK, key_size)), block_spec((CHUNK, columns))
@@ -259,7 +271,7 @@ def _program(
         plgpu.commit_smem()
     pipeline = plgpu.emit_pipeline(
         step,
-        grid=(count,),
+        grid=(count - first if "first" in ref else count,),
         in_specs=[spec for spec, _ in sources.values()],
         max_concurrent_steps=stages,
         init_carry=state,
