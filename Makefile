@@ -29,7 +29,20 @@ define install
 	fi
 endef
 
-.PHONY: help setup setup-dev quickstart verify bench test lint types format docs lock oracles tpu-compile clean
+comma := ,
+
+# $(call install_compiler,VENV,LOCK,EXTRA,PACKAGE): the locked packages and this project, what the locked jax takes for EXTRA,
+# which lock files for every platform cannot hold, and PACKAGE.
+define install_compiler
+	@rm -rf $(1)
+	@if $(HAVE_UV); then uv venv --quiet --seed --python $(BIN)/python $(1); else $(BIN)/python -m venv $(1); fi
+	@$(1)/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r $(2)
+	@$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@$(1)/bin/python -m pip install -qq --disable-pip-version-check $(4) \
+	    "jax[$(3)]==$$($(1)/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))')"
+endef
+
+.PHONY: help setup setup-dev quickstart verify bench test lint types format docs lock oracles tpu-compile gpu-compile clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,16 +110,20 @@ tpu-compile: export JAX_PLATFORMS := cpu
 tpu-compile: $(TPU_VENV)/.installed ## compile every TPU kernel ahead of time and print what it needs; no TPU is used
 	@$(TPU_VENV)/bin/python -m tests.kernels.aot_tpu $(TPU_COMPILE_FLAGS)
 
-# The extra of the locked jax names the libtpu that fits it, which lock files for every platform cannot hold.
 $(TPU_VENV)/.installed: requirements-dev.lock pyproject.toml $(BIN)/python
 	@echo "Installing $< and libtpu (220 MB) into $(TPU_VENV)"
-	@rm -rf $(TPU_VENV)
-	@if $(HAVE_UV); then uv venv --quiet --seed --python $(BIN)/python $(TPU_VENV); \
-	else $(BIN)/python -m venv $(TPU_VENV); fi
-	@$(TPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r $<
-	@$(TPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
-	@$(TPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check \
-	    "jax[tpu]==$$($(TPU_VENV)/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))')"
+	$(call install_compiler,$(TPU_VENV),$<,tpu)
+	@touch $@
+
+GPU_VENV := .venv-gpu
+
+gpu-compile: export JAX_PLATFORMS := cpu
+gpu-compile: $(GPU_VENV)/.installed ## compile every Hopper kernel ahead of time and print what it needs; no GPU is used
+	@$(GPU_VENV)/bin/python -m tests.kernels.aot_gpu $(GPU_COMPILE_FLAGS)
+
+$(GPU_VENV)/.installed: requirements-dev.lock pyproject.toml $(BIN)/python
+	@echo "Installing $<, the CUDA plugin of JAX and ptxas (500 MB) into $(GPU_VENV)"
+	$(call install_compiler,$(GPU_VENV),$<,cuda13-local,"nvidia-cuda-nvcc>=13$(comma)<14")
 	@touch $@
 
 clean: ## remove .venv, caches and build outputs; training runs stay
