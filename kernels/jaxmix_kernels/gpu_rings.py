@@ -48,13 +48,12 @@ class Rings:
         names = [name.removeprefix("full ") for name in self.ref if name.startswith("full ")]
         counts = sorted({self.slots(ring) for ring in names if not _is_power_of_two(self.slots(ring))})
 
-        def turn(n: Any, carried: tuple[tuple[Any, ...], Any]) -> tuple[tuple[Any, ...], Any]:
+        def turn(n: Any, carried: tuple[dict[int, Any], Any]) -> tuple[dict[int, Any], Any]:
             slots, carry = carried
-            carry = step(Turn(n, dict(zip(counts, slots, strict=True))), carry)
-            pairs = zip(counts, slots, strict=True)
-            return tuple(jnp.where(slot == count - 1, 0, slot + 1) for count, slot in pairs), carry
+            carry = step(Turn(n, slots), carry)
+            return {count: jnp.where(slot == count - 1, 0, slot + 1) for count, slot in slots.items()}, carry
 
-        return lax.fori_loop(0, self.count, turn, ((jnp.int32(0),) * len(counts), carry))[1]
+        return lax.fori_loop(0, self.count, turn, (dict.fromkeys(counts, jnp.int32(0)), carry))[1]
 
     def slot(self, ring: str, turn: Turn) -> Any:
         """The slot of a chunk."""

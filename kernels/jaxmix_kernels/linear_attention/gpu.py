@@ -119,7 +119,7 @@ def decayed_attention(
 
 
 def _first(kept: Array, reverse: bool) -> Array:
-    """How many chunks are walked of which the decays behind leave nothing in the final state, int32 [B, Hd]."""
+    """How many of the chunks walked first leave nothing in the final state, by the decays behind, int32 [B, Hd]."""
     behind = jnp.cumprod(kept if reverse else kept[:, :, ::-1], axis=2)[:, :, :-1]
     return kept.shape[2] - 1 - jnp.sum(jnp.cumprod(behind != 0, axis=2), axis=2, dtype=jnp.int32)
 
