@@ -54,26 +54,34 @@ class Chunks:
         run: number of segment starts inside the chunk up to each token, [B, N, C]; None for no segments.
         size: chunk length C.
         sequence_axis: shard_map axis over which the chunks are split, or None.
+        fresh: nothing came before the first chunk, so that initial states are zeros.
     """
 
     log_decay: LogDecay | None
     run: Array | None
     size: int
     sequence_axis: str | None
+    fresh: bool = False
 
     beside = staticmethod(beside)
     apart = staticmethod(apart)
 
     @classmethod
     def cut(
-        cls, log_decay: Array | None, segments: Segments | None, size: int, sequence_axis: str | None = None
+        cls,
+        log_decay: Array | None,
+        segments: Segments | None,
+        size: int,
+        sequence_axis: str | None = None,
+        *,
+        fresh: bool = False,
     ) -> "Chunks":
         """From `log_decay` [B, T, G] and `segments` of [B, T]."""
         cumulative = None
         run = None if segments is None else count_starts(segments, size)
         if log_decay is not None:
             cumulative = LogDecay.accumulate(split_chunks(log_decay[..., None], size)[..., 0], run)
-        return cls(cumulative, run, size, sequence_axis)
+        return cls(cumulative, run, size, sequence_axis, fresh)
 
     def scores(self, q: Array, k: Array, *, power: int = 1, strict: bool = False) -> Array:
         """(q_t . k_s) c(s, t)^power for s <= t in one segment, else 0: [B, N, G, (R,) C, C].

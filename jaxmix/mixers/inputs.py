@@ -41,7 +41,8 @@ class Inputs:
 
     q [B, T, G, R, D], k [B, T, G, D], v [B, T, G, E], log_decay [B, T, G] or None. Where every query head has a state
     of its own, keys and values are repeated so that G = H and R = 1. Mixers of values only have q and k None; the delta
-    rule has a pair for k, the keys and their write strengths [B, T, G, 1].
+    rule has a pair for k, the keys and their write strengths [B, T, G, 1]. `fresh`: nothing came before the first
+    token, so that the state before it is zeros.
     """
 
     q: Any
@@ -49,6 +50,7 @@ class Inputs:
     v: Array
     log_decay: Array | None
     segments: Segments | None
+    fresh: bool = dataclasses.field(metadata={"static": True})
 
 
 def check_inputs(q: Any, k: Any, v: Any, log_decay: Any, segment_ids: Any) -> Sizes:
@@ -147,6 +149,7 @@ def prepare_inputs(
     segment_ids: Array | None,
     axis: str | None,
     *,
+    fresh: bool,
     for_kernel: bool = False,
 ) -> Inputs:
     """Cast to the compute dtype, clear padding and split heads.
@@ -164,7 +167,7 @@ def prepare_inputs(
     if q is not None:
         q = _spread(q, sizes.groups) if q.shape[2] < sizes.groups else q
         q = q.reshape(sizes.batch, sizes.length, sizes.groups, -1, sizes.key_size)
-    return Inputs(q, k, v, log_decay, segments)
+    return Inputs(q, k, v, log_decay, segments, fresh)
 
 
 def _spread(x: Array, heads: int) -> Array:

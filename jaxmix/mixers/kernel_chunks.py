@@ -42,6 +42,7 @@ class KernelChunks:
         dtype: dtype of states.
         target: what kernels are made for.
         fused: chains may be one kernel; not where normalisers read what that keeps for itself.
+        fresh: nothing came before the first token, so that initial states are zeros.
     """
 
     chunks: Chunks
@@ -51,6 +52,7 @@ class KernelChunks:
     dtype: Dtype
     target: Target
     fused: bool
+    fresh: bool
 
     @classmethod
     def cut(
@@ -62,11 +64,12 @@ class KernelChunks:
         target: Target,
         *,
         fused: bool,
+        fresh: bool,
     ) -> "KernelChunks":
         """From `log_decay` [B, T, G] and `segments` of [B, T]."""
         chunks = Chunks.cut(log_decay, segments, KERNEL_CHUNK)
         sums, edges = _by_head(log_decay, chunks.run, dtype)
-        return cls(chunks, sums, edges, groups, dtype, target, fused)
+        return cls(chunks, sums, edges, groups, dtype, target, fused, fresh)
 
     @staticmethod
     def beside(matrix: Array, vector: Array) -> Moments:

@@ -78,7 +78,7 @@ class Recurrence:
 
     def cut(self, inputs: Inputs, size: int, sequence_axis: str | None) -> Any:
         """The chunks that `chunked` works with."""
-        return Chunks.cut(inputs.log_decay, inputs.segments, size, sequence_axis)
+        return Chunks.cut(inputs.log_decay, inputs.segments, size, sequence_axis, fresh=inputs.fresh)
 
     def chunked(self, chunks: Any, q: Any, k: Any, v: Array, state: Any) -> tuple[Array, Any]:
         """All chunks at once: q [B, N, G, R, C, D], k [B, N, G, C, D], v [B, N, G, C, E + 1], last column 1.
@@ -209,7 +209,8 @@ def _run(
     state = mixer.zero_state(sizes) if initial_state is None else initial_state
     mixer = mixer.bind(parameters if sequence_axis is None else vary_like(parameters, v))
     by_kernel = form in ("pallas", "step") and target is not None
-    inputs = prepare_inputs(sizes, q, k, v, log_decay, segment_ids, sequence_axis, for_kernel=by_kernel)
+    fresh = initial_state is None
+    inputs = prepare_inputs(sizes, q, k, v, log_decay, segment_ids, sequence_axis, fresh=fresh, for_kernel=by_kernel)
     state = group_heads(state, sizes.groups)
     with jax.named_scope(f"{mixer.name}_{form}"):
         if form == "step":
@@ -268,7 +269,9 @@ def _chunk_scan(mixer: Recurrence, inputs: Inputs, state: Any, size: int, sequen
 def _kernel(
     mixer: Recurrence, inputs: Inputs, state: Any, sizes: Sizes, target: Target, *, fused: bool
 ) -> tuple[Output, Any]:
-    chunks: Any = KernelChunks.cut(inputs.log_decay, inputs.segments, sizes.groups, sizes.dtype, target, fused=fused)
+    chunks: Any = KernelChunks.cut(
+        inputs.log_decay, inputs.segments, sizes.groups, sizes.dtype, target, fused=fused, fresh=inputs.fresh
+    )
     values = chunks.beside(inputs.v, jnp.ones_like(inputs.v[..., 0], sizes.dtype))
     out, state = mixer.chunked(chunks, inputs.q, inputs.k, values, state)
     return chunks.apart(out), state

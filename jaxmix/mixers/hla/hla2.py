@@ -25,8 +25,6 @@ class _HLA2(Recurrence):
     decay_form: ClassVar[DecayForm] = "masked"
     ridge: float
     masked: bool
-    fresh: bool
-    """Nothing came before the first token, so that all of the state is zeros."""
 
     def step(self, state: Any, q: Array, k: Array, v: Array, a: Array) -> tuple[Any, Output]:
         kc = einsum("bgd,bgrde->bgre", k, state.C)
@@ -62,7 +60,7 @@ class _HLA2(Recurrence):
             out = _minus(all_pairs(), subtracted)
         else:
             # F = S C - G, the part of S C with i <= j, streams without cancellation; G follows from it.
-            f = g if self.fresh else _minus(_apply(state.S, c), g)
+            f = g if chunks.fresh else _minus(_apply(state.S, c), g)
             if self.masked:
                 out, (s, f) = chunks.chain(HLA2, q, k, v, (state.S.mT, f))
             else:
@@ -156,7 +154,7 @@ def hla2(
     if decay_form == "printed" and not masked:
         fail("decay_form", "'masked' with masked=False (the unmasked read-out has no G)", repr(decay_form))
     return run(
-        (_HLA2 if decay_form == "masked" else _HLA2Printed)(float(ridge), masked, initial_state is None),
+        (_HLA2 if decay_form == "masked" else _HLA2Printed)(float(ridge), masked),
         q,
         k,
         v,

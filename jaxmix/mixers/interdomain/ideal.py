@@ -106,7 +106,7 @@ def _run(
     initial_state: InterdomainState | None,
 ) -> tuple[Array, InterdomainState]:
     state = _zero_state(sizes, hippo) if initial_state is None else initial_state
-    inputs = prepare_inputs(sizes, q, k, v, None, segment_ids, sequence_axis)
+    inputs = prepare_inputs(sizes, q, k, v, None, segment_ids, sequence_axis, fresh=initial_state is None)
     with jax.named_scope(f"interdomain_ideal_{form}"):
         if form == "scan":
             (num, den), state = scan_chunks(hippo, inputs, state, min(chunk_size, sizes.length), sequence_axis)
