@@ -42,7 +42,6 @@ class KernelChunks:
         dtype: dtype of states.
         target: what kernels are made for.
         fused: chains may be one kernel; not where normalisers read what that keeps for itself.
-        fresh: nothing came before the first token, so that initial states are zeros.
     """
 
     chunks: Chunks
@@ -52,7 +51,11 @@ class KernelChunks:
     dtype: Dtype
     target: Target
     fused: bool
-    fresh: bool
+
+    @property
+    def fresh(self) -> bool:
+        """Nothing came before the first token, so that initial states are zeros."""
+        return self.chunks.fresh
 
     @classmethod
     def cut(
@@ -67,9 +70,9 @@ class KernelChunks:
         fresh: bool,
     ) -> "KernelChunks":
         """From `log_decay` [B, T, G] and `segments` of [B, T]."""
-        chunks = Chunks.cut(log_decay, segments, KERNEL_CHUNK)
+        chunks = Chunks.cut(log_decay, segments, KERNEL_CHUNK, fresh=fresh)
         sums, edges = _by_head(log_decay, chunks.run, dtype)
-        return cls(chunks, sums, edges, groups, dtype, target, fused, fresh)
+        return cls(chunks, sums, edges, groups, dtype, target, fused)
 
     @staticmethod
     def beside(matrix: Array, vector: Array) -> Moments:

@@ -301,6 +301,15 @@ def stopped(x: Array, factors: Array, *, segments: bool) -> Array:
     return jnp.where(jnp.broadcast_to(factors, x.shape) > 0, x, 0.0) if segments else x
 
 
+def reached(kept: Array) -> Array:
+    """Chunks that a state gets to, the first included, before decays leave nothing of it: int32 [B, Hd].
+
+    Args:
+        kept: decay of every chunk in the order of the walk, [B, Hd, N].
+    """
+    return 1 + jnp.sum(jnp.cumprod(kept, axis=2)[:, :, :-1] != 0, axis=2, dtype=jnp.int32)
+
+
 def raised(x: Array, power: int) -> Array:
     """x^power for a positive power, by products."""
     return x if power == 1 else x * raised(x, power - 1)

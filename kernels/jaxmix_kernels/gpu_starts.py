@@ -25,6 +25,7 @@ from jaxmix_kernels.gpu_chunks import (
     group_of_head,
     interpreter,
     layout_of_tiles,
+    reached,
     refuse,
     rows,
     split_index,
@@ -107,8 +108,7 @@ def _reached(starts: Array, kept: Array | None, tokens: int) -> Array:
     """Chunks, from the first one on, to which the start gives anything, int32 [B, H]."""
     count = jnp.int32(tokens // CHUNK)
     if kept is not None:
-        before = jnp.cumprod(kept, axis=2)[:, :, :-1] > 0
-        count = jnp.repeat(1 + jnp.sum(before, axis=2, dtype=jnp.int32), starts.shape[1] // kept.shape[1], axis=1)
+        count = jnp.repeat(reached(kept), starts.shape[1] // kept.shape[1], axis=1)
     return jnp.where(jnp.any(starts != 0, axis=(2, 3)), count, 0)
 
 

@@ -9,13 +9,13 @@ standard output, to be written to a file:
 import argparse
 import datetime
 import functools
-import importlib.metadata
 import os
-import platform
 import re
 import shlex
 import subprocess
 import sys
+
+from tests.kernels.aot_tpu import versions
 
 HEADER = ("kernel", "dtype", "D, E", "of tokens", "registers", "spilled bytes", "products")
 
@@ -129,16 +129,11 @@ def row(title: str, said: str) -> str:
     return f"| {title} | {registers[0]} | {spilled[0]} | {products} |"
 
 
-def versions() -> str:
-    """Versions of what compiles."""
-    names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
-    return ", ".join((f"python {platform.python_version()}", *(f"{x} {importlib.metadata.version(x)}" for x in names)))
-
-
 def main(options: list[str]) -> None:
     """Prints the table in Markdown."""
     given = f' GPU_COMPILE_FLAGS="{shlex.join(options)}"' if options else ""
-    print(f"Command: `make gpu-compile{given}`\n\n{versions()}, date {datetime.date.today()}\n\n{LEGEND}\n")
+    made_with = versions("jax-cuda13-plugin", "nvidia-cuda-nvcc")
+    print(f"Command: `make gpu-compile{given}`\n\n{made_with}, date {datetime.date.today()}\n\n{LEGEND}\n")
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER), flush=True)
     settings = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     command = [sys.executable, "-m", "tests.kernels.aot_gpu", *options, "--inside"]

@@ -133,8 +133,8 @@ def finished(table: Path | None) -> dict[str, str]:
     if table is None:
         return {}
     text = table.read_text()
-    if f"{versions()}, date" not in text:
-        raise ValueError(f"{table} was not made with {versions()}; compile all rows anew")
+    if f"{versions('libtpu')}, date" not in text:
+        raise ValueError(f"{table} was not made with {versions('libtpu')}; compile all rows anew")
     kept = {}
     for line in text.splitlines():
         cells = line.strip("| ").split(" | ")
@@ -173,9 +173,9 @@ def compile_all(rows: str, table: Path | None, first: int) -> None:
             print(" | ".join(map(str, row)) + " |", flush=True)
 
 
-def versions() -> str:
-    """Versions of what compiles."""
-    packages = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
+def versions(*compilers: str) -> str:
+    """Versions of what compiles: of Python, JAX and these packages."""
+    packages = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", *compilers))
     return ", ".join((f"python {platform.python_version()}", *packages))
 
 
@@ -183,7 +183,7 @@ def main(options: list[str]) -> int:
     """Prints the table in Markdown; returns the number of rows at which the compiler aborted."""
     given = f' TPU_COMPILE_FLAGS="{shlex.join(options)}"' if options else ""
     print(f"Command: `make tpu-compile{given}`\n")
-    print(f"{versions()}, date {datetime.date.today()}\n")
+    print(f"{versions('libtpu')}, date {datetime.date.today()}\n")
     print(LEGEND, end="\n\n")
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER), flush=True)
     done = aborted = 0

@@ -33,6 +33,7 @@ from jaxmix_kernels.gpu_chunks import (
     interpreter,
     layout_of_tiles,
     masked,
+    reached,
     refuse,
     rows,
     split_index,
@@ -73,7 +74,8 @@ def decayed_attention(
         decays: decays and segments, of Hd heads; None for neither.
         initial: state before the first chunk walked, [B, Hs, D, E], float32; None for zeros.
         reverse: walk from the last chunk to the first with enter and leave exchanged; without outputs only.
-        outputs: False computes no outputs.
+        outputs: False computes no outputs. If nothing but the final state is left to compute, from zeros, more than
+            `LONG` chunks are walked from where decays leave something of them.
         states: asks for the state before every chunk.
         interpret: True, or `plgpu.InterpretGPUParams(...)`, runs on a CPU, for tests.
 
@@ -110,18 +112,13 @@ def decayed_attention(
     elif decays is not None:
         inputs |= {"leave": decays.enter if reverse else decays.leave, "kept": decays.kept}
         if initial is None and not states and b.shape[1] > LONG * CHUNK:
-            inputs["first"] = _first(decays.kept, reverse)
+            # Seen from the end of the walk: chunks before these leave nothing in the final state.
+            inputs["first"] = decays.kept.shape[2] - reached(decays.kept if reverse else decays.kept[:, :, ::-1])
     given = {name: x for name, x in inputs.items() if x is not None}
     segments = decays is not None and decays.run is not None
     results = _call(given, heads, reverse, outputs, states, segments, interpret)
     starts = join(results, "states")[:, :, :, :key_size] if states else None
     return Result(results.get("out"), results["final"][:, :, :key_size], starts)
-
-
-def _first(kept: Array, reverse: bool) -> Array:
-    """How many of the chunks walked first leave nothing in the final state, by the decays behind, int32 [B, Hd]."""
-    behind = jnp.cumprod(kept if reverse else kept[:, :, ::-1], axis=2)[:, :, :-1]
-    return kept.shape[2] - 1 - jnp.sum(jnp.cumprod(behind != 0, axis=2), axis=2, dtype=jnp.int32)
 
 
 def _call(
