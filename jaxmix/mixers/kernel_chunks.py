@@ -6,12 +6,14 @@ has a column of its own that no kernel takes: XLA computes it in float32, and dr
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxmix.arrays import Array, Dtype
+from jaxmix.arrays import Array, Dtype, einsum
 from jaxmix.mixers.chunking import Chunks, join_chunks, split_chunks
 from jaxmix.mixers.decay import LogDecay
 from jaxmix.mixers.dispatch import KERNEL_CHUNK
@@ -19,7 +21,7 @@ from jaxmix.mixers.segments import Segments
 from jaxmix_kernels.chain.vjp import chain, is_fused
 from jaxmix_kernels.decays import ChunkDecays
 from jaxmix_kernels.linear_attention.vjp import final_state, linear_attention
-from jaxmix_kernels.links import Link, Links, follow
+from jaxmix_kernels.links import Link, Links, follow, values_first
 from jaxmix_kernels.target import Target
 
 
@@ -36,7 +38,8 @@ class KernelChunks:
 
     Attributes:
         chunks: the same for XLA.
-        sums: log decays accumulated inside each chunk and segment, [B, Hd, N, C]; None for no decay.
+        sums: log decays accumulated inside each chunk and segment, [B, Hd, N, C], as exact as the kernels of the target
+            read them; None for no decay.
         edges: what `Chunks.edges` gives, [B, Hd, N, C] twice and [B, Hd, N]; None for neither decay nor segments.
         groups: heads that keep a state of their own, G.
         dtype: dtype of states.
@@ -54,7 +57,7 @@ class KernelChunks:
 
     @property
     def fresh(self) -> bool:
-        """Nothing came before the first token, so that initial states are zeros."""
+        """Nothing came before the first token: all initial states are zeros, and the kernels read none."""
         return self.chunks.fresh
 
     @classmethod
@@ -65,13 +68,14 @@ class KernelChunks:
         groups: int,
         dtype: Dtype,
         target: Target,
+        operands: Dtype,
         *,
         fused: bool,
         fresh: bool,
     ) -> "KernelChunks":
-        """From `log_decay` [B, T, G] and `segments` of [B, T]."""
+        """From `log_decay` [B, T, G] and `segments` of [B, T], for queries, keys and values of dtype `operands`."""
         chunks = Chunks.cut(log_decay, segments, KERNEL_CHUNK, fresh=fresh)
-        sums, edges = _by_head(log_decay, chunks.run, dtype)
+        sums, edges = _by_head(log_decay, chunks.run, dtype, rounded=not target.reads_low(operands))
         return cls(chunks, sums, edges, groups, dtype, target, fused)
 
     @staticmethod
@@ -91,30 +95,38 @@ class KernelChunks:
             parts = self._cut(q), self._cut(k), self._cut(v.vector)
             den, vector = self.chunks.linear(*parts, initial.vector, power=power)
             return Moments(out, join_chunks(den, q.shape[1])), Moments(final, vector)
-        arrays = _merge_heads(q), _merge_heads(k), _merge_heads(v), self._decays(power), _merge_state(initial)
+        arrays = _merge_heads(q), _merge_heads(k), _merge_heads(v), self._decays(power), self._start(initial)
         out, final = linear_attention(*arrays, target=self.target)
-        return out.reshape(*q.shape[:-1], v.shape[-1]), final.reshape(initial.shape)
+        return out.reshape(*q.shape[:-1], v.shape[-1]), _like(final, initial)
 
     def final(self, k: Array, v: Any, initial: Any, *, power: int = 1) -> Any:
         """The final state of `linear` alone."""
         if isinstance(v, Moments):
             vector = self.chunks.final(self._cut(k), self._cut(v.vector), initial.vector, power=power)
             return Moments(self.final(k, v.matrix, initial.matrix, power=power), vector)
-        arrays = _merge_heads(k), _merge_heads(v), self._decays(power), _merge_state(initial)
-        return final_state(*arrays, target=self.target).reshape(initial.shape)
+        arrays = _merge_heads(k), _merge_heads(v), self._decays(power), self._start(initial)
+        return _like(final_state(*arrays, target=self.target), initial)
 
     def chain(
         self, links: Links, q: Array, k: Array, v: Moments, initials: tuple[Any, ...]
     ) -> tuple[Moments, tuple[Any, ...]]:
         """The result of the last link and the final states of all, as `Chunks.chain`: fused where that serves.
 
+        Where it serves not all links, values of the last one may come first, and the others be fused.
         The normaliser follows the links by itself, and computes anew the keys that the kernel keeps for itself.
         """
         decays = {link.power: self._decays(link.power) for link in links}
         matrices = tuple(x.matrix if isinstance(x, Moments) else x for x in initials)
-        starts = tuple(_merge_state(x) for x in matrices)
+        starts = tuple(self._start(x) for x in matrices)
         arrays = _merge_heads(q), _merge_heads(k), _merge_heads(v.matrix), decays, starts
-        if not self.fused or not is_fused(links, *arrays, target=self.target):
+        fused = self.fused and is_fused(links, *arrays, target=self.target)
+        parts = values_first(links) if self.fused and not fused else None
+        if parts is not None:
+            number, others = parts
+            values, state = self.linear(q, k, v, initials[number], power=links[number].power)
+            out, states = self.chain(others, q, k, values, (*initials[:number], *initials[number + 1 :]))
+            return out, (*states[:number], state, *states[number:])
+        if not fused:
             return follow(links, k, v, initials, lambda link, *x: self.linear(q, *x, power=link.power))
         out, states = chain(links, self.target, *arrays)
         queries = self._cut(q)
@@ -127,7 +139,7 @@ class KernelChunks:
         den, vectors = follow(links, k, self._cut(v.vector), initials, attend)
         finals = []
         for initial, matrix, state, vector in zip(initials, matrices, states, vectors, strict=True):
-            final = state.reshape(matrix.shape)
+            final = _like(state, matrix)
             finals.append(Moments(final, vector) if isinstance(initial, Moments) else final)
         return Moments(out.reshape(*q.shape[:-1], -1), join_chunks(den, q.shape[1])), tuple(finals)
 
@@ -136,6 +148,10 @@ class KernelChunks:
         if x.ndim == 4 and x.shape[2] != self.groups:
             x = jnp.repeat(x, self.groups // x.shape[2], axis=2)
         return split_chunks(x.astype(self.dtype), KERNEL_CHUNK)
+
+    def _start(self, initial: Array) -> Array | None:
+        """[B, G, (R,) D, E] as [B, H, D, E]; None for zeros."""
+        return None if self.fresh else initial.reshape(initial.shape[0], -1, *initial.shape[-2:])
 
     def _decays(self, power: int) -> ChunkDecays | None:
         """Those of a^power; None without decay and segments."""
@@ -151,7 +167,7 @@ class KernelChunks:
         return ChunkDecays(high=high, low=low, enter=enter, leave=leave, kept=kept, run=self.chunks.run, steps=steps)
 
 
-def _by_head(log_decay: Array | None, run: Array | None, dtype: Dtype) -> tuple[LogDecay | None, Any]:
+def _by_head(log_decay: Array | None, run: Array | None, dtype: Dtype, *, rounded: bool) -> tuple[LogDecay | None, Any]:
     """`sums` and `edges` of `KernelChunks` from `log_decay` [B, T, Hd] and `run` [B, N, C].
 
     Every head of every sequence is cut by itself, in the order in which kernels read them: only the log decays are
@@ -159,22 +175,51 @@ def _by_head(log_decay: Array | None, run: Array | None, dtype: Dtype) -> tuple[
     """
     if log_decay is None and run is None:
         return None, None
-
-    def cut(log_decay: Array | None, run: Array | None) -> tuple[LogDecay | None, Any]:
-        run = None if run is None else run[None]
-        sums = None
-        if log_decay is not None:
-            sums = LogDecay.accumulate(split_chunks(log_decay[None, :, None, None], KERNEL_CHUNK)[..., 0], run)
-        start, end, kept = Chunks(sums, run, KERNEL_CHUNK, None).edges(dtype)
-        sums = jax.tree.map(lambda x: x[0, :, 0], sums)
-        return sums, (start[0, :, 0, :, 0], end[0, :, 0, :, 0], kept[0, :, 0, 0, 0])
-
-    heads_first, axis_size = None, 1
+    sums, heads = None, 1
     if log_decay is not None:
         # Below this a step leaves nothing either way. Kernels that read a sum as one number tell later steps apart.
-        heads_first = jnp.maximum(jnp.swapaxes(log_decay, 1, 2), 1.5 * jnp.log(jnp.finfo(dtype).tiny))
-        axis_size = log_decay.shape[2]
-    return jax.vmap(jax.vmap(cut, in_axes=(0, None), axis_size=axis_size))(heads_first, run)
+        log_decay = jnp.maximum(log_decay, 1.5 * jnp.log(jnp.finfo(dtype).tiny))
+        sums, heads = (_rounded if rounded else _exact)(log_decay, run), log_decay.shape[2]
+
+    def edges(sums: LogDecay | None, run: Array | None) -> tuple[Array, Array, Array]:
+        one = jax.tree.map(lambda x: x[None, :, None], sums), None if run is None else run[None]
+        start, end, kept = Chunks(*one, KERNEL_CHUNK, None).edges(dtype)
+        return start[0, :, 0, :, 0], end[0, :, 0, :, 0], kept[0, :, 0, 0, 0]
+
+    return sums, _for_every_head(edges, heads)(sums, run)
+
+
+def _for_every_head(function: Any, heads: int) -> Any:
+    """A function of arrays of one head and of one sequence, over [B, Hd, ...] and [B, ...]."""
+    return jax.vmap(jax.vmap(function, in_axes=(0, None), axis_size=heads))
+
+
+def _exact(log_decay: Array, run: Array | None) -> LogDecay:
+    """Sums for kernels that read both numbers."""
+
+    def accumulate(log_decay: Array, run: Array | None) -> LogDecay:
+        steps = split_chunks(log_decay[None, :, None, None], KERNEL_CHUNK)[..., 0]
+        sums = LogDecay.accumulate(steps, None if run is None else run[None])
+        return jax.tree.map(lambda x: x[0, :, 0], sums)
+
+    return _for_every_head(accumulate, log_decay.shape[2])(jnp.swapaxes(log_decay, 1, 2), run)
+
+
+def _rounded(log_decay: Array, run: Array | None) -> LogDecay:
+    """Sums for kernels that read `high` alone, by one product, which also transposes."""
+    batch, length, heads = log_decay.shape
+    steps = jnp.pad(log_decay, ((0, 0), (0, -length % KERNEL_CHUNK), (0, 0)))
+    steps = steps.reshape(batch, -1, KERNEL_CHUNK, heads)
+    # A constant, where jnp.triu is one more kernel.
+    upto = jnp.asarray(np.triu(np.ones((KERNEL_CHUNK, KERNEL_CHUNK), log_decay.dtype)))
+    if run is None:
+        high = einsum("bnsh,st->bhnt", steps, upto)
+    else:
+        same = run[..., :, None] == run[..., None, :]
+        high = einsum("bnsh,bnst->bhnt", steps, jnp.where(same, upto, 0))
+    # Behind the barrier XLA computes all that follows from the sums in one kernel, else in one kernel for each.
+    high = jax.lax.optimization_barrier(jax.lax.stop_gradient(high))
+    return LogDecay(high, None, jnp.transpose(steps, (0, 3, 1, 2)))
 
 
 def _merge_heads(x: Array) -> Array:
@@ -182,6 +227,7 @@ def _merge_heads(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _merge_state(x: Array) -> Array:
-    """[B, G, (R,) D, E] as [B, H, D, E]."""
-    return x.reshape(x.shape[0], -1, *x.shape[-2:])
+def _like(final: Array, state: Array) -> Array:
+    """States [B, H', D, E], of as many heads as differ, in the shape of `state` [B, G, (R,) D, E]."""
+    heads = math.prod(state.shape[1:-2])
+    return jnp.repeat(final, heads // final.shape[1], axis=1).reshape(state.shape)

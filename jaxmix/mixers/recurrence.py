@@ -270,7 +270,14 @@ def _kernel(
     mixer: Recurrence, inputs: Inputs, state: Any, sizes: Sizes, target: Target, *, fused: bool
 ) -> tuple[Output, Any]:
     chunks: Any = KernelChunks.cut(
-        inputs.log_decay, inputs.segments, sizes.groups, sizes.dtype, target, fused=fused, fresh=inputs.fresh
+        inputs.log_decay,
+        inputs.segments,
+        sizes.groups,
+        sizes.dtype,
+        target,
+        inputs.v.dtype,
+        fused=fused,
+        fresh=inputs.fresh,
     )
     values = chunks.beside(inputs.v, jnp.ones_like(inputs.v[..., 0], sizes.dtype))
     out, state = mixer.chunked(chunks, inputs.q, inputs.k, values, state)

@@ -25,13 +25,14 @@ class ChunkDecays:
     """Decays inside and across the chunks, float32, and segment borders.
 
     The log decay accumulated from the start of its chunk and segment to each token, itself included, is `high + low`,
-    two numbers so that differences of large sums stay exact; bfloat16 kernels on Hopper read `high` alone. From token s
+    two numbers so that differences of large sums stay exact; bfloat16 kernels on Hopper read `high` alone
+    (`Target.reads_low`). From token s
     to token t >= s of one chunk and segment it is (high_t - high_s) + (low_t - low_s) <= 0; before a border the
     difference may be positive, so mask before exp.
 
     Attributes:
         high: rounded log decays from the start, natural log, [B, Hd, N, C].
-        low: what `high` misses, [B, Hd, N, C].
+        low: what `high` misses, [B, Hd, N, C]; None where kernels do not read it.
         enter: decay from the state before the chunk to each token, in [0, 1], 0 behind a border, [B, Hd, N, C].
         leave: decay from each token to the end of the chunk, in [0, 1], 0 where a border follows, [B, Hd, N, C].
         kept: decay of the whole chunk, in [0, 1], 0 with a border inside, [B, Hd, N].
@@ -40,7 +41,7 @@ class ChunkDecays:
     """
 
     high: Array
-    low: Array
+    low: Array | None
     enter: Array
     leave: Array
     kept: Array

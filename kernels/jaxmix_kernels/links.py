@@ -28,6 +28,22 @@ HLA2: Links = (Link("k", "k", "kt"), Link("kt", "v", "out", power=2))
 AHLA: Links = (Link("k", "v", "vt"), Link("k", "vt", "out"))
 HLA3: Links = (Link("k", "k", "kt"), Link("k", "v", "vt"), Link("kt", "vt", "out", power=3))
 """The exact mask."""
+HLA3_TAIL: Links = (Link("k", "k", "kt"), Link("kt", "v", "out", power=3))
+"""What is left of it once vt is known, which takes the place of v."""
+
+
+def values_first(links: Links) -> tuple[int, Links] | None:
+    """A chain in two parts: the link that makes the values of the last one of inputs alone, and all others.
+
+    Returns:
+        The number of that link, and a chain of two links or more for which its result takes the place of v; None where
+        there are no such parts.
+    """
+    *others, last = links
+    for number, link in enumerate(others):
+        if link.result == last.values and link.keys == "k" and link.values == "v" and len(others) > 1:
+            return number, (*others[:number], *others[number + 1 :], dataclasses.replace(last, values="v"))
+    return None
 
 
 def follow(

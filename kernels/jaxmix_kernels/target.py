@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 from jaxmix_kernels.decays import DTYPES, SIZES, BackwardArguments, BackwardResult, Result
-from jaxmix_kernels.links import AHLA, HLA2, HLA3, Links
+from jaxmix_kernels.links import AHLA, HLA2, HLA3, HLA3_TAIL, Links
 
 _PROGRAMS = {"gpu": 132, "tpu": 1}
 
@@ -44,6 +44,10 @@ class Target:
 
         return -(-value_size // COLUMNS)
 
+    def reads_low(self, dtype: Any) -> bool:
+        """Whether kernels of operands of `dtype` read both numbers of the log decays in `ChunkDecays`."""
+        return self.platform != "gpu" or str(dtype) != "bfloat16"
+
     @property
     def splits(self) -> bool:
         """Whether a compiler may split a kernel over devices under plain `jax.jit`.
@@ -76,7 +80,10 @@ class Target:
         if self.platform == "gpu":
             from jaxmix_kernels.ahla.gpu import ahla_forward
             from jaxmix_kernels.hla2.gpu import hla2_forward
-            from jaxmix_kernels.hla3.gpu import hla3_forward
+            from jaxmix_kernels.hla3.gpu import hla3_forward, hla3_tail_forward
+
+            if links == HLA3_TAIL:
+                return hla3_tail_forward
         else:
             from jaxmix_kernels.ahla.tpu import ahla_forward
             from jaxmix_kernels.hla2.tpu import hla2_forward

@@ -151,11 +151,22 @@ def test_in_pieces_one_kernel_more_for_every_link_forward_and_backward(name, siz
 
 @pytest.mark.parametrize(
     ("change", "count"),
-    [({"key_size": 32}, 2), ({"normalize": True}, 2)],
-    ids=["a size without a fused kernel", "normalised"],
+    [({"key_size": 32}, 2), ({"normalize": True}, 2), ({"mixer": hla3, "key_size": 32}, 3)],
+    ids=["a size without a fused kernel", "normalised", "third order at that size"],
 )
 def test_where_no_fused_kernel_serves_the_links_run_one_after_the_other(change, count):
     change = dict(change)
-    forward = functools.partial(mix, target=Target("gpu"), normalize=change.pop("normalize", False))
+    options = {name: change.pop(name) for name in ("mixer", "normalize") if name in change}
+    forward = functools.partial(mix, target=Target("gpu"), **options)
     inputs = jax.eval_shape(functools.partial(draw, **({"dtype": BF16, "key_size": 64, "tokens": 128} | change)))
     assert kernels(lambda inputs: forward(inputs)[0], inputs, platform="cuda") == count
+
+
+def test_keys_of_size_128_leave_hla3_two_kernels():
+    inputs = jax.eval_shape(functools.partial(draw, dtype=BF16, key_size=128, value_size=128, tokens=128))
+
+    def loss(inputs):
+        return jnp.sum(mix(inputs, hla3, target=Target("gpu"))[0].astype(F32))
+
+    assert kernels(loss, inputs, platform="cuda") == 2
+    assert kernels(jax.value_and_grad(loss), inputs, platform="cuda") == 2 + 3

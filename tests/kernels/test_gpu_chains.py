@@ -21,6 +21,7 @@ KERNELS = {
     "hla2": (hla2.hla2_forward, hla2.LINKS),
     "ahla": (ahla.ahla_forward, ahla.LINKS),
     "hla3": (hla3.hla3_forward, hla3.LINKS),
+    "hla3 tail": (hla3.hla3_tail_forward, hla3.TAIL),
 }
 CASES = {
     "decays and segments, what gradients need": ({"segments": True}, True),

@@ -37,7 +37,7 @@ Decays = dict[int, ChunkDecays | None]
 
 
 def is_fused(
-    links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...], *, target: Target
+    links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array | None, ...], *, target: Target
 ) -> bool:
     """Whether a fused kernel serves the forward pass of `chain`: it exists, and takes the sizes."""
     if target.fused(links) is None:
@@ -51,20 +51,20 @@ def is_fused(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def chain(
-    links: Links, target: Target, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...]
+    links: Links, target: Target, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array | None, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
     """The result of the last link and the final states of all, by the fused kernel; where `is_fused`.
 
     Differentiable in q, k, v, `initials` and the `steps` of decays, as `linear_attention` is.
 
     Args:
-        links: HLA2, AHLA or HLA3 of `jaxmix_kernels.links`.
+        links: a chain of `jaxmix_kernels.links`.
         target: what the kernels are made for.
         q: queries [B, T, H, D], bfloat16 or float32; all of one dtype.
         k: keys [B, T, Hk, D]. Head h reads head h // (H / Hk), and so on for all head counts, which divide one another.
         v: values [B, T, Hv, E].
         decays: for every power of the links those of ceil(T / 64) chunks; None for no decay and no segments.
-        initials: for every link the state before the first token [B, Hs, D, D or E], float32.
+        initials: for every link the state before the first token [B, Hs, D, D or E], float32; None for zeros.
 
     Returns:
         out [B, T, H, E] in the dtype of v, and the final states as `linear_attention` gives them.
@@ -126,7 +126,7 @@ def _fused(
     k: Array,
     v: Array,
     decays: Decays,
-    initials: tuple[Array, ...],
+    initials: tuple[Array | None, ...],
     *,
     keep: bool = False,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...], dict[str, Array]]:
@@ -144,7 +144,7 @@ def _fused(
         for power, x in decays.items()
     }
     heads = _state_heads(links, q, k, v, decays, initials)
-    starts = [pad_sizes(x, (2, 3)) for x in initials]
+    starts = [None if x is None else pad_sizes(x, (2, 3)) for x in initials]
     if pieces == 1:
         walk = _walk(links, target, tokens, whole, starts, keep=keep)
     else:
@@ -193,7 +193,7 @@ def _walk_pieces(
     target: Target,
     tokens: dict[str, Array],
     decays: Decays,
-    initials: list[Array],
+    initials: list[Array | None],
     heads: list[int],
     pieces: int,
     *,
@@ -221,12 +221,14 @@ def _walk_pieces(
     return _Walk(out, finals, (*walk.states[:-1], *states), walk.results)
 
 
-def _state_heads(links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array, ...]) -> list[int]:
+def _state_heads(
+    links: Links, q: Array, k: Array, v: Array, decays: Decays, initials: tuple[Array | None, ...]
+) -> list[int]:
     """How many heads have a state of their own, for every link."""
     counts, found = {"k": k.shape[2], "v": v.shape[2]}, []
     for link, initial in zip(links, initials, strict=True):
         decayed = decays[link.power]
-        decay_heads = 1 if decayed is None else decayed.kept.shape[1]
-        found.append(state_heads(counts[link.keys], counts[link.values], decay_heads, initial.shape[1]))
+        others = [x.shape[1] for x in (None if decayed is None else decayed.kept, initial) if x is not None]
+        found.append(state_heads(counts[link.keys], counts[link.values], *others))
         counts[link.result] = q.shape[2]
     return found

@@ -1,10 +1,11 @@
-"""Third-order higher-order linear attention on Hopper: three chained linear attentions in one kernel."""
+"""Third-order higher-order linear attention on Hopper: all three linear attentions in one kernel, or two of them."""
 
 from typing import Any
 
 from jaxmix_kernels.decays import Array, ChunkDecays
 from jaxmix_kernels.gpu_chain import chain_forward
 from jaxmix_kernels.links import HLA3 as LINKS
+from jaxmix_kernels.links import HLA3_TAIL as TAIL
 
 _KEY_SIZE = 64
 
@@ -46,4 +47,38 @@ def hla3_forward(
         raise NotImplementedError(f"the fused kernel of HLA3 takes keys of size {_KEY_SIZE}, got {k.shape[3]}")
     initials = initial_s, initial_p, initial_f
     out, finals, kept = chain_forward(LINKS, q, k, v, decays, initials, keep=keep, interpret=interpret)
+    return out, *finals, *kept
+
+
+def hla3_tail_forward(
+    q: Array,
+    k: Array,
+    vt: Array,
+    decays: ChunkDecays | None,
+    initial_s: Array | None,
+    initial_f: Array | None,
+    *,
+    keep: bool = False,
+    interpret: Any = False,
+) -> tuple[Array, ...]:
+    """LA(q, kt, vt; a^3) with kt = LA(q, k, k; a), where vt is there already: what keys of size 128 leave room for.
+
+    Args:
+        q: queries [B, T, H, D], bfloat16, D in {64, 128}; T is a multiple of 64.
+        k: keys [B, T, Hk, D]; head h reads head h // (H / Hk), as for all head counts.
+        vt: LA(q, k, v; a), [B, T, H, E], E in {32, 64, 128}.
+        decays: as of `hla3_forward`, like what follows.
+        initial_s: S before the first chunk.
+        initial_f: F before the first chunk.
+        keep: asks for what the gradients need as well.
+        interpret: runs on a CPU, for tests.
+
+    Returns:
+        out, S and F as `hla3_forward` gives them; with `keep` states and results of both links.
+
+    Raises:
+        NotImplementedError: the kernel does not take these dtypes or sizes.
+    """
+    initials = initial_s, initial_f
+    out, finals, kept = chain_forward(TAIL, q, k, vt, decays, initials, keep=keep, interpret=interpret)
     return out, *finals, *kept

@@ -54,7 +54,8 @@ def pad_chunks(decays: ChunkDecays, pieces: int) -> ChunkDecays:
         return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=value)
 
     return ChunkDecays(
-        **{name: fill(getattr(decays, name), 0) for name in ("high", "low")},
+        high=fill(decays.high, 0),
+        low=None if decays.low is None else fill(decays.low, 0),
         **{name: fill(getattr(decays, name), 1) for name in ("enter", "leave", "kept")},
         run=None if decays.run is None else fill(decays.run, 0, axis=1),
         steps=None if decays.steps is None else fill(decays.steps, 0),
@@ -98,14 +99,14 @@ def last_piece(x: Array, pieces: int, *, reverse: bool = False) -> Array:
 
 
 def starts_of_pieces(
-    decays: ChunkDecays | None, added: Array, initial: Array, pieces: int, *, reverse: bool = False
+    decays: ChunkDecays | None, added: Array, initial: Array | None, pieces: int, *, reverse: bool = False
 ) -> tuple[Array, Array]:
     """The state that every piece starts from, and the one after the last piece walked, by a scan over pieces.
 
     Args:
         decays: of the whole sequences.
         added: what each piece adds to the state, [B P, H, D, E].
-        initial: the state before the first piece walked, [B, Hs, D, E].
+        initial: the state before the first piece walked, [B, Hs, D, E]; None for zeros.
         pieces: P.
         reverse: pieces are walked last to first.
 
@@ -114,7 +115,7 @@ def starts_of_pieces(
     """
     heads = added.shape[1]
     added = jnp.moveaxis(added.reshape(-1, pieces, *added.shape[1:]), 1, 0)
-    initial = jnp.repeat(initial, heads // initial.shape[1], axis=1)
+    initial = jnp.zeros_like(added[0]) if initial is None else jnp.repeat(initial, heads // initial.shape[1], axis=1)
     if decays is None:
         kept = jnp.ones((pieces, 1, 1), added.dtype)
     else:

@@ -39,8 +39,8 @@ def gradients(target: Target, arguments: BackwardArguments) -> BackwardResult:
 
 
 def piece_starts(
-    target: Target, k: Array, v: Array, decays: ChunkDecays | None, initial: Array, heads: int, pieces: int
-) -> Array:
+    target: Target, k: Array, v: Array, decays: ChunkDecays | None, initial: Array | None, heads: int, pieces: int
+) -> Array | None:
     """The state at the start of every piece, [B P, H, D, E]; `initial` itself for one piece.
 
     Args:
@@ -48,7 +48,7 @@ def piece_starts(
         k: keys of B P pieces, [B P, T / P, Hk, D].
         v: values, likewise.
         decays: of the whole sequences.
-        initial: the state before the first token, [B, Hs, D, E].
+        initial: the state before the first token, [B, Hs, D, E]; None for zeros.
         heads: H.
         pieces: P.
     """

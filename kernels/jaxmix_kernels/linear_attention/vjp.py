@@ -55,7 +55,7 @@ class _Arrays(NamedTuple):
     v: Array | None
     decays: ChunkDecays | None
     steps: Array | None
-    initial: Array
+    initial: Array | None
 
 
 def linear_attention(
@@ -100,7 +100,7 @@ class Gradients(NamedTuple):
     k: Array
     v: Array | None
     steps: Array | None
-    initial: Array
+    initial: Array | None
 
 
 def known_gradients(
@@ -108,7 +108,7 @@ def known_gradients(
     k: Array,
     v: Array | None,
     decays: ChunkDecays | None,
-    initial: Array,
+    initial: Array | None,
     states: Array,
     d_out: Array,
     d_final: Array,
@@ -124,7 +124,7 @@ def known_gradients(
         k: keys.
         v: values; None where they are the keys, the gradient of which is then that of both.
         decays: decays.
-        initial: the state before the first token.
+        initial: the state before the first token; None for zeros, which get no gradient.
         states: the states that its kernel kept, [B P, H', N / P, D', E'], H' a divisor of H, before each chunk or tile
             of two, of sizes that the kernels have; sequences were cut into P pieces of as many chunks each.
         d_out: gradient of the outputs.
@@ -144,7 +144,7 @@ def known_gradients(
         result.k[:, : k.shape[1], :, : k.shape[3]],
         None if v is None or result.v is None else result.v[:, : v.shape[1], :, :value_size],
         None if decays is None or result.steps is None else result.steps[:, :, : decays.high.shape[2]],
-        result.initial[:, :, : k.shape[3], :value_size],
+        None if result.initial is None else result.initial[:, :, : k.shape[3], :value_size],
     )
 
 
@@ -171,8 +171,6 @@ def _prepare(
     refusal = target.refusal(values.dtype, key_size, value_size)
     if refusal is not None:
         raise NotImplementedError(f"linear_attention: {refusal}")
-    if initial is None:
-        initial = jnp.zeros((k.shape[0], 1, key_size, value_size), _state_dtype(values))
     if pieces is None:
         heads = _state_heads(k, values, decays, initial) if q is None else q.shape[2]
         programs = k.shape[0] * heads * target.blocks(value_size)
@@ -182,7 +180,8 @@ def _prepare(
     if decays is not None:
         decays = pad_chunks(decays, pieces)
         steps, decays = decays.steps, jax.lax.stop_gradient(dataclasses.replace(decays, steps=None))
-    return _Plan(target, pieces, q is not None), _Arrays(q, k, v, decays, steps, pad_sizes(initial, (2, 3)))
+    start = None if initial is None else pad_sizes(initial, (2, 3))
+    return _Plan(target, pieces, q is not None), _Arrays(q, k, v, decays, steps, start)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -259,7 +258,7 @@ def _gradients(
         None if by_head.dv is None else _sum_heads(by_head.dv, 2, values.shape[2]),
         None,
         d_steps,
-        _sum_heads(by_head.d_initial, 1, initial.shape[1]),
+        None if initial is None else _sum_heads(by_head.d_initial, 1, initial.shape[1]),
     )
 
 
@@ -280,8 +279,9 @@ def _by_head(plan: _Plan, arguments: BackwardArguments) -> BackwardResult:
     )
 
 
-def _state_heads(k: Array, v: Array, decays: ChunkDecays | None, initial: Array) -> int:
-    return state_heads(k.shape[2], v.shape[2], 1 if decays is None else decays.enter.shape[1], initial.shape[1])
+def _state_heads(k: Array, v: Array, decays: ChunkDecays | None, initial: Array | None) -> int:
+    others = [x.shape[1] for x in (None if decays is None else decays.enter, initial) if x is not None]
+    return state_heads(k.shape[2], v.shape[2], *others)
 
 
 def _state_dtype(x: Array) -> Any:
