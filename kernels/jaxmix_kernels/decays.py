@@ -26,9 +26,8 @@ class ChunkDecays:
 
     The log decay accumulated from the start of its chunk and segment to each token, itself included, is `high + low`,
     two numbers so that differences of large sums stay exact; bfloat16 kernels on Hopper read `high` alone
-    (`Target.reads_low`). From token s
-    to token t >= s of one chunk and segment it is (high_t - high_s) + (low_t - low_s) <= 0; before a border the
-    difference may be positive, so mask before exp.
+    (`Target.reads_low`). From token s to token t >= s of one chunk and segment it is
+    (high_t - high_s) + (low_t - low_s) <= 0; before a border the difference may be positive, so mask before exp.
 
     Attributes:
         high: rounded log decays from the start, natural log, [B, Hd, N, C].

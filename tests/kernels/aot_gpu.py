@@ -65,7 +65,7 @@ def cases():
     from jaxmix_kernels.decays import BackwardArguments
     from jaxmix_kernels.gpu_starts import add_starts
     from jaxmix_kernels.hla2.gpu import hla2_forward
-    from jaxmix_kernels.hla3.gpu import hla3_forward
+    from jaxmix_kernels.hla3.gpu import hla3_forward, hla3_tail_forward
     from jaxmix_kernels.linear_attention.gpu import decayed_attention
     from jaxmix_kernels.linear_attention.gpu_backward import decayed_attention_backward
     from tests.kernels import reference
@@ -96,7 +96,10 @@ def cases():
                     if not segments:  # With them it is the same kernel, which is compiled once.
                         found["add_starts"] = add_starts, (q, d_out, initial, *edges, kept.states)
                     chains = {"hla2_forward": (hla2_forward, 2), "ahla_forward": (ahla_forward, 2)}
-                    chains |= {"hla3_forward": (hla3_forward, 3)} if size == 64 else {}
+                    if size == 64:
+                        chains["hla3_forward"] = hla3_forward, 3
+                    elif decays is not None:  # Without them it is the kernel of hla2.
+                        chains["hla3_tail_forward"] = hla3_tail_forward, 2
                     for name, (function, count) in chains.items():
                         arguments = q, k, v, decays, *[None] * (count - 1), initial
                         found[name] = function, arguments
