@@ -72,6 +72,7 @@ CHAINS: dict[str, tuple[Any, tuple[Link, ...], dict]] = {
     "ahla D 64": (ahla.ahla_forward, ahla.LINKS, {"key_size": 64}),
     "ahla D 128": (ahla.ahla_forward, ahla.LINKS, {"key_size": 128, "value_size": 128, "segments": False}),
     "hla3 D 64": (hla3.hla3_forward, hla3.LINKS, {"key_size": 64}),
+    "hla3 tail D 128": (hla3.hla3_tail_forward, hla3.TAIL, {"key_size": 128, "value_size": 128}),
 }
 """Fused kernels, their links, and options of the random arguments."""
 

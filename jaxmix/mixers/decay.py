@@ -25,13 +25,13 @@ class LogDecay:
 
     Attributes:
         high: rounded prefix sums.
-        low: what they miss; None where rounded sums are all that is kept.
+        low: what they miss; zeros where rounded sums are all that is kept.
         steps: the log decay of every token.
         exclusive: the sums end before each token.
     """
 
     high: Array
-    low: Array | None
+    low: Array
     steps: Array
     exclusive: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -52,35 +52,30 @@ class LogDecay:
 
     def before(self) -> "LogDecay":
         """Exclusive prefix sums: what had accumulated before each token."""
-        low = None if self.low is None else _previous(self.low)
-        return LogDecay(_previous(self.high), low, self.steps, True)
+        return LogDecay(_previous(self.high), _previous(self.low), self.steps, True)
 
     def times(self, power: int) -> "LogDecay":
         """The log decays of a^power; `high` of an odd power is rounded and `low` has what that misses."""
         if power == 1:
             return self
         high, rounding = _exact_difference((power - power % 2) * self.high, -(power % 2) * self.high)
-        low = None if self.low is None else power * self.low + rounding
-        return LogDecay(high, low, power * self.steps, self.exclusive)
+        return LogDecay(high, power * self.low + rounding, power * self.steps, self.exclusive)
 
     def from_start(self) -> Array:
         """Log decay from the chunk's start to each token, [..., C]."""
-        return self.high if self.low is None else self.high + self.low
+        return self.high + self.low
 
     def to_end(self) -> Array:
         """Log decay from each token to the chunk's end, [..., C]; that of the last token is 0 and has no gradient."""
         high, low = jax.lax.stop_gradient((self.high, self.low))
-        left = high[..., -1:] - high
-        if low is not None:
-            left = left + (low[..., -1:] - low)
+        left = (high[..., -1:] - high) + (low[..., -1:] - low)
         return _sum_to_end(self.steps, jnp.where(jnp.arange(left.shape[-1]) < left.shape[-1] - 1, left, 0))
 
     def since(self, earlier: "LogDecay") -> Array:
         """Log decay from token s of `earlier` to token t of this, [..., C (t), C (s)]; positive where s > t."""
         high, low, old_high, old_low = jax.lax.stop_gradient((self.high, self.low, earlier.high, earlier.low))
         sums = high[..., :, None] - old_high[..., None, :]
-        if low is not None and old_low is not None:
-            sums = sums + (low[..., :, None] - old_low[..., None, :])
+        sums = sums + (low[..., :, None] - old_low[..., None, :])
         return _sum_between(self.exclusive, self.steps, sums)
 
 

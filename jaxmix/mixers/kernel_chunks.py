@@ -6,7 +6,6 @@ has a column of its own that no kernel takes: XLA computes it in float32, and dr
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -68,14 +67,14 @@ class KernelChunks:
         groups: int,
         dtype: Dtype,
         target: Target,
-        operands: Dtype,
         *,
+        operand_dtype: Dtype,
         fused: bool,
         fresh: bool,
     ) -> "KernelChunks":
-        """From `log_decay` [B, T, G] and `segments` of [B, T], for queries, keys and values of dtype `operands`."""
+        """From `log_decay` [B, T, G] and `segments` of [B, T], for queries, keys and values of `operand_dtype`."""
         chunks = Chunks.cut(log_decay, segments, KERNEL_CHUNK, fresh=fresh)
-        sums, edges = _by_head(log_decay, chunks.run, dtype, rounded=not target.reads_low(operands))
+        sums, edges = _by_head(log_decay, chunks.run, dtype, rounded=not target.reads_low(operand_dtype))
         return cls(chunks, sums, edges, groups, dtype, target, fused)
 
     @staticmethod
@@ -97,7 +96,7 @@ class KernelChunks:
             return Moments(out, join_chunks(den, q.shape[1])), Moments(final, vector)
         arrays = _merge_heads(q), _merge_heads(k), _merge_heads(v), self._decays(power), self._start(initial)
         out, final = linear_attention(*arrays, target=self.target)
-        return out.reshape(*q.shape[:-1], v.shape[-1]), _like(final, initial)
+        return out.reshape(*q.shape[:-1], v.shape[-1]), final.reshape(initial.shape)
 
     def final(self, k: Array, v: Any, initial: Any, *, power: int = 1) -> Any:
         """The final state of `linear` alone."""
@@ -105,14 +104,14 @@ class KernelChunks:
             vector = self.chunks.final(self._cut(k), self._cut(v.vector), initial.vector, power=power)
             return Moments(self.final(k, v.matrix, initial.matrix, power=power), vector)
         arrays = _merge_heads(k), _merge_heads(v), self._decays(power), self._start(initial)
-        return _like(final_state(*arrays, target=self.target), initial)
+        return final_state(*arrays, target=self.target).reshape(initial.shape)
 
     def chain(
         self, links: Links, q: Array, k: Array, v: Moments, initials: tuple[Any, ...]
     ) -> tuple[Moments, tuple[Any, ...]]:
         """The result of the last link and the final states of all, as `Chunks.chain`: fused where that serves.
 
-        Where it serves not all links, values of the last one may come first, and the others be fused.
+        Where no kernel fuses all links, that which makes the values of the last may come first, and the rest be fused.
         The normaliser follows the links by itself, and computes anew the keys that the kernel keeps for itself.
         """
         decays = {link.power: self._decays(link.power) for link in links}
@@ -139,7 +138,7 @@ class KernelChunks:
         den, vectors = follow(links, k, self._cut(v.vector), initials, attend)
         finals = []
         for initial, matrix, state, vector in zip(initials, matrices, states, vectors, strict=True):
-            final = _like(state, matrix)
+            final = state.reshape(matrix.shape)
             finals.append(Moments(final, vector) if isinstance(initial, Moments) else final)
         return Moments(out.reshape(*q.shape[:-1], -1), join_chunks(den, q.shape[1])), tuple(finals)
 
@@ -219,15 +218,9 @@ def _rounded(log_decay: Array, run: Array | None) -> LogDecay:
         high = einsum("bnsh,bnst->bhnt", steps, jnp.where(same, upto, 0))
     # Behind the barrier XLA computes all that follows from the sums in one kernel, else in one kernel for each.
     high = jax.lax.optimization_barrier(jax.lax.stop_gradient(high))
-    return LogDecay(high, None, jnp.transpose(steps, (0, 3, 1, 2)))
+    return LogDecay(high, jnp.zeros_like(high), jnp.transpose(steps, (0, 3, 1, 2)))
 
 
 def _merge_heads(x: Array) -> Array:
     """[B, T, G, (R,) D] as [B, T, H, D]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def _like(final: Array, state: Array) -> Array:
-    """States [B, H', D, E], of as many heads as differ, in the shape of `state` [B, G, (R,) D, E]."""
-    heads = math.prod(state.shape[1:-2])
-    return jnp.repeat(final, heads // final.shape[1], axis=1).reshape(state.shape)

@@ -275,7 +275,7 @@ def _kernel(
         sizes.groups,
         sizes.dtype,
         target,
-        inputs.v.dtype,
+        operand_dtype=inputs.v.dtype,
         fused=fused,
         fresh=inputs.fresh,
     )

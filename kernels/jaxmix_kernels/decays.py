@@ -31,7 +31,7 @@ class ChunkDecays:
 
     Attributes:
         high: rounded log decays from the start, natural log, [B, Hd, N, C].
-        low: what `high` misses, [B, Hd, N, C]; None where kernels do not read it.
+        low: what `high` misses, [B, Hd, N, C]; of no account where kernels do not read it.
         enter: decay from the state before the chunk to each token, in [0, 1], 0 behind a border, [B, Hd, N, C].
         leave: decay from each token to the end of the chunk, in [0, 1], 0 where a border follows, [B, Hd, N, C].
         kept: decay of the whole chunk, in [0, 1], 0 with a border inside, [B, Hd, N].
@@ -40,7 +40,7 @@ class ChunkDecays:
     """
 
     high: Array
-    low: Array | None
+    low: Array
     enter: Array
     leave: Array
     kept: Array

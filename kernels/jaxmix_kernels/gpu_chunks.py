@@ -61,13 +61,18 @@ def layout_of_tiles(width: int, dtype: Any) -> tuple[Any, ...]:
     return _Tiling((8, swizzle // dtype.itemsize)), _Swizzle(swizzle)
 
 
+def reads_low(dtype: Any) -> bool:
+    """Whether kernels with operands of `dtype` read `low` of `ChunkDecays`: all but those of bfloat16."""
+    return jnp.dtype(dtype) != jnp.bfloat16
+
+
 def decay_arrays(decays: ChunkDecays, dtype: Any) -> dict[str, Array]:
     """`VECTORS` and `kept`, as far as a kernel with operands of that dtype reads them.
 
-    In bfloat16 that is all but `low`. Where log decays accumulated in a chunk reach thousands, a decay to some power is
-    then up to 1e-3 times the power off, and operands by more. The caller bounds the log decay of a step.
+    Without `low`, where log decays accumulated in a chunk reach thousands, decays are up to some thousandths off. The
+    caller bounds the log decay of a step.
     """
-    names = [name for name in (*VECTORS, "kept") if name != "low" or dtype != jnp.bfloat16]
+    names = [name for name in (*VECTORS, "kept") if name != "low" or reads_low(dtype)]
     return {name: getattr(decays, name) for name in names if getattr(decays, name) is not None}
 
 

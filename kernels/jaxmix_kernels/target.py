@@ -45,8 +45,12 @@ class Target:
         return -(-value_size // COLUMNS)
 
     def reads_low(self, dtype: Any) -> bool:
-        """Whether kernels of operands of `dtype` read both numbers of the log decays in `ChunkDecays`."""
-        return self.platform != "gpu" or str(dtype) != "bfloat16"
+        """Whether kernels with operands of `dtype` read `low` of `ChunkDecays`; else `high` is all they know."""
+        if self.platform != "gpu":
+            return True
+        from jaxmix_kernels.gpu_chunks import reads_low
+
+        return reads_low(dtype)
 
     @property
     def splits(self) -> bool:
@@ -82,13 +86,14 @@ class Target:
             from jaxmix_kernels.hla2.gpu import hla2_forward
             from jaxmix_kernels.hla3.gpu import hla3_forward, hla3_tail_forward
 
-            if links == HLA3_TAIL:
-                return hla3_tail_forward
+            kernels = {HLA2: hla2_forward, AHLA: ahla_forward, HLA3: hla3_forward, HLA3_TAIL: hla3_tail_forward}
         else:
             from jaxmix_kernels.ahla.tpu import ahla_forward
             from jaxmix_kernels.hla2.tpu import hla2_forward
             from jaxmix_kernels.hla3.tpu import hla3_forward
-        return {HLA2: hla2_forward, AHLA: ahla_forward, HLA3: hla3_forward}.get(links)
+
+            kernels = {HLA2: hla2_forward, AHLA: ahla_forward, HLA3: hla3_forward}
+        return kernels.get(links)
 
     def add_starts(self, *arrays: Any) -> tuple[Any, ...]:
         """The kernel that adds what the starts of pieces give, of a GPU: no other platform cuts time."""

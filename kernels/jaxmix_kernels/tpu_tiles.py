@@ -111,8 +111,7 @@ class Walk:
             x = jnp.pad(x.astype(jnp.float32), padding, constant_values=fill)
             return x.reshape(*x.shape[:2], self.tiles, 2, CHUNK)
 
-        low = jnp.zeros_like(decays.high) if decays.low is None else decays.low
-        high, low, run = pairs(decays.high, 0.0), pairs(low, 0.0), pairs(run, 0.0)
+        high, low, run = pairs(decays.high, 0.0), pairs(decays.low, 0.0), pairs(run, 0.0)
         enter, leave, kept = pairs(decays.enter, 1.0), pairs(decays.leave, 1.0), pairs(kept, 1.0)
         between = enter.at[..., 0, :].set(leave[..., 0, :])
         enter = enter.at[..., 1, :].multiply(kept[..., 0, :])

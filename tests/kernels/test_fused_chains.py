@@ -152,7 +152,7 @@ def test_in_pieces_one_kernel_more_for_every_link_forward_and_backward(name, siz
 @pytest.mark.parametrize(
     ("change", "count"),
     [({"key_size": 32}, 2), ({"normalize": True}, 2), ({"mixer": hla3, "key_size": 32}, 3)],
-    ids=["a size without a fused kernel", "normalised", "third order at that size"],
+    ids=["a size without a fused kernel", "normalised", "hla3 at that size"],
 )
 def test_where_no_fused_kernel_serves_the_links_run_one_after_the_other(change, count):
     change = dict(change)

@@ -63,11 +63,12 @@ def test_equals_its_linear_attentions_without_races(case, name):
     assert_close(actual, _expected(links, *arrays, states, keep), TOLERANCE)
 
 
-def test_a_key_size_of_128_in_two_parts():
-    links = hla2.LINKS
+@pytest.mark.parametrize("name", ["hla2", "hla3 tail"])
+def test_a_key_size_of_128_in_two_parts(name):
+    function, links = KERNELS[name]
     arrays = _case({"tokens": 4 * CHUNK, "heads": 1, "key_size": 128, "value_size": 128, "segments": False})
     with gpu_checks.races_forbidden() as interpret:
-        actual = hla2.hla2_forward(*arrays, None, None, keep=True, interpret=interpret)
+        actual = function(*arrays, None, None, keep=True, interpret=interpret)
     states = [jnp.zeros_like(x[:, :1]) for x in _initials(links, *arrays[:3])]
     assert_close(actual, _expected(links, *arrays, states, True), TOLERANCE)
 

@@ -227,8 +227,6 @@ def _state_heads(
     """How many heads have a state of their own, for every link."""
     counts, found = {"k": k.shape[2], "v": v.shape[2]}, []
     for link, initial in zip(links, initials, strict=True):
-        decayed = decays[link.power]
-        others = [x.shape[1] for x in (None if decayed is None else decayed.kept, initial) if x is not None]
-        found.append(state_heads(counts[link.keys], counts[link.values], *others))
+        found.append(state_heads(counts[link.keys], counts[link.values], decays[link.power], initial))
         counts[link.result] = q.shape[2]
     return found

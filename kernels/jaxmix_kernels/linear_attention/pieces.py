@@ -54,8 +54,7 @@ def pad_chunks(decays: ChunkDecays, pieces: int) -> ChunkDecays:
         return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=value)
 
     return ChunkDecays(
-        high=fill(decays.high, 0),
-        low=None if decays.low is None else fill(decays.low, 0),
+        **{name: fill(getattr(decays, name), 0) for name in ("high", "low")},
         **{name: fill(getattr(decays, name), 1) for name in ("enter", "leave", "kept")},
         run=None if decays.run is None else fill(decays.run, 0, axis=1),
         steps=None if decays.steps is None else fill(decays.steps, 0),

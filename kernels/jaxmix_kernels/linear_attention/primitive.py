@@ -78,12 +78,14 @@ def piece_ends(
     return starts_of_pieces(decays, added, d_final, pieces, reverse=True)[0]
 
 
-def state_heads(*counts: int) -> int:
+def state_heads(key_heads: int, value_heads: int, decays: ChunkDecays | None, initial: Array | None) -> int:
     """How many heads have a state of their own: the largest of the head counts of what a state is made of.
 
     Raises:
         ValueError: a count does not divide a larger one, so that heads would share neither all nor nothing.
     """
+    others = (None if decays is None else decays.kept), initial
+    counts = key_heads, value_heads, *(x.shape[1] for x in others if x is not None)
     ordered = sorted(counts)
     for few, more in itertools.pairwise(ordered):
         if more % few:

@@ -172,7 +172,7 @@ def _prepare(
     if refusal is not None:
         raise NotImplementedError(f"linear_attention: {refusal}")
     if pieces is None:
-        heads = _state_heads(k, values, decays, initial) if q is None else q.shape[2]
+        heads = state_heads(k.shape[2], values.shape[2], decays, initial) if q is None else q.shape[2]
         programs = k.shape[0] * heads * target.blocks(value_size)
         pieces = choose_pieces(programs, length, target.programs)
     q, k, v = jax.tree.map(lambda x: pad_sizes(x, (3,), pieces * CHUNK), (q, k, v))
@@ -209,15 +209,15 @@ def _walk(plan: _Plan, arrays: _Arrays, *, states: bool = False) -> Result:
     """
     q, k, v, decays, _, initial = arrays
     assert v is not None
-    state_heads = _state_heads(k, v, decays, initial)
-    heads = state_heads if q is None else q.shape[2]
+    groups = state_heads(k.shape[2], v.shape[2], decays, initial)
+    heads = groups if q is None else q.shape[2]
     qs, ks, vs = jax.tree.map(lambda x: split_tokens(x, plan.pieces), (q, k, v))
     starts = piece_starts(plan.target, ks, vs, decays, initial, heads, plan.pieces)
     if q is None:
         ks = repeat_heads(ks, heads)
     cut = split_decays(decays, plan.pieces)
     result = attend(plan.target, qs, ks, vs, cut, starts, outputs=q is not None, states=states)
-    group = heads // state_heads
+    group = heads // groups
     return Result(
         None if result.out is None else join_pieces(result.out, plan.pieces),
         last_piece(result.final, plan.pieces)[:, ::group],
@@ -277,11 +277,6 @@ def _by_head(plan: _Plan, arguments: BackwardArguments) -> BackwardResult:
         last_piece(result.d_initial, pieces, reverse=True),
         None if result.d_steps is None else join_chunks(result.d_steps, pieces),
     )
-
-
-def _state_heads(k: Array, v: Array, decays: ChunkDecays | None, initial: Array | None) -> int:
-    others = [x.shape[1] for x in (None if decays is None else decays.enter, initial) if x is not None]
-    return state_heads(k.shape[2], v.shape[2], *others)
 
 
 def _state_dtype(x: Array) -> Any:
