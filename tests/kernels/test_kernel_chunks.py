@@ -13,7 +13,6 @@ from jaxmix.mixers.segments import find_segments
 from jaxmix_kernels.links import AHLA, HLA2, HLA3, HLA3_TAIL, values_first
 from jaxmix_kernels.target import Target
 from tests.contract.agreement import BF16, F32
-from tests.kernels import reference
 from tests.kernels.targets import ReferenceTarget
 from tests.kernels.test_fused_chains import IDS, draw, mix, with_gradients
 from tests.tolerances import FORMS, assert_close
@@ -53,12 +52,15 @@ def test_decays_behind_deep_drops_in_the_same_chunk_are_some_thousandths_off():
         )
 
 
+class Rounded(ReferenceTarget):
+    """Reads one number of the log decays, of operands of any dtype."""
+
+    def reads_low(self, dtype):
+        return False
+
+
 @pytest.mark.parametrize("name", MIXERS)
 def test_sums_in_float32_serve_all_mixers_across_borders_with_every_gradient(name):
-    class Rounded(ReferenceTarget):
-        def reads_low(self, dtype):
-            return False
-
     inputs = draw(tokens=70)
     run, scan = (
         functools.partial(mix, mixer=MIXERS[name], segment_ids=IDS, **options)
@@ -66,6 +68,14 @@ def test_sums_in_float32_serve_all_mixers_across_borders_with_every_gradient(nam
     )
     actual, expected = (jax.jit(with_gradients(x))(inputs) for x in (run, scan))
     assert_close(actual, expected, FORMS[F32])
+
+
+def test_sums_in_float32_under_vmap_and_remat():
+    inputs = draw(tokens=70)
+    run = with_gradients(jax.checkpoint(functools.partial(mix, target=Rounded())))
+    expected = jax.jit(run)(inputs)
+    actual = jax.jit(jax.vmap(run))({name: x[:, None] for name, x in inputs.items()})
+    assert_close(jax.tree.map(lambda x: x[:, 0], actual), expected, FORMS[F32])
 
 
 def test_only_hopper_kernels_of_bfloat16_read_one_number():
@@ -120,17 +130,13 @@ class Tail(ReferenceTarget):
     """Fuses what is left of HLA3 behind its values, and nothing else."""
 
     def fused(self, links):
-        def forward(q, k, v, decays, *initials, keep, interpret):
-            del interpret
-            return reference.chain_forward(links, q, k, v, decays, initials, keep=keep)
-
-        return forward if links == HLA3_TAIL else None
+        return super().fused(links) if links == HLA3_TAIL else None
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["no state", "a state"])
 def test_values_first_then_a_fused_chain_with_every_gradient(given):
     inputs = draw(tokens=70)
-    run = functools.partial(mix, mixer=hla3, target=Tail(platform="gpu"))
+    run = functools.partial(mix, mixer=hla3, target=Tail(fusible=True))
     scan = functools.partial(mix, mixer=hla3, implementation="scan")
     if given:
         inputs["initial_state"] = jax.jit(scan)(inputs)[1]

@@ -81,6 +81,12 @@ def piece_ends(
 def state_heads(key_heads: int, value_heads: int, decays: ChunkDecays | None, initial: Array | None) -> int:
     """How many heads have a state of their own: the largest of the head counts of what a state is made of.
 
+    Args:
+        key_heads: Hk.
+        value_heads: Hv.
+        decays: those of Hd heads; None for neither decay nor segments.
+        initial: the state before the first token, [B, Hs, D, E]; None for zeros.
+
     Raises:
         ValueError: a count does not divide a larger one, so that heads would share neither all nor nothing.
     """
